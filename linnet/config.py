@@ -248,6 +248,18 @@ def first_of(problems: list[str], most: int) -> list[str]:
     return [*problems[:most], f"and {rest:,} more problems"] if rest > 0 else problems
 
 
+K = typing.TypeVar("K")
+V = typing.TypeVar("V")
+
+
+def grouped(pairs: typing.Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Returns the values of each key; keys are in the order in which they first occur."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def count_of(number: int, noun: str) -> str:
     """Returns a number and its noun: `1 budget`, `2 budgets`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

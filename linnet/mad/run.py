@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet import trust
-from linnet.config import ConfigError, gather, parse, refuse
+from linnet.config import ConfigError, gather, grouped, parse, refuse
 from linnet.layers.base import load_plugin
 from linnet.layers.positions import length_problems
 from linnet.mad.architectures import recorded, state_size
@@ -351,9 +351,7 @@ def bundles(runs: Sequence[MadRun], largest: int) -> list[list[MadRun]]:
 
     Runs with like vocabularies share a bundle, so that little is padded.
     """
-    groups: dict[str, list[MadRun]] = {}
-    for run in runs:
-        groups.setdefault(run.shape, []).append(run)
+    groups = grouped((run.shape, run) for run in runs)
     if largest > 1:
         groups = {
             key: sorted(group, key=lambda run: run.config["model"]["vocab_size"]) for key, group in groups.items()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.config import refuse, unknown
+from linnet.config import grouped, refuse, unknown
 from linnet.laws.orders import Order, order_of_means
 from linnet.mad.results import Design, Result
 from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
@@ -195,19 +195,17 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
     """
     refuse(unknown("metric", [metric], (*METRICS, LOSS)), "MAD")
     chosen_by = metric if legacy else "validation_accuracy"
-    grouped: dict[str, list[Result]] = {}
-    for result in results:
-        grouped.setdefault(result.architecture, []).append(result)
+    by_architecture = grouped((result.architecture, result) for result in results)
     problems = [
         f"{result.architecture}, {result.setting}: the run has no {name}; " + _WITHOUT[name]
-        for runs in grouped.values()
+        for runs in by_architecture.values()
         for result in runs
         for name in dict.fromkeys((metric, chosen_by))
         if result.ended and math.isnan(getattr(result, name))
     ]
     refuse(problems, "MAD", most=4)
     scores, unscored = {}, {}
-    for name, runs in grouped.items():
+    for name, runs in by_architecture.items():
         tasks = _tasks(runs, metric, chosen_by)
         if tasks:
             scores[name] = _score(name, runs, tasks, metric)
@@ -257,9 +255,7 @@ def write_scores(folder: str | Path, scores: Scores) -> Path:
 
 
 def _tasks(runs: list[Result], metric: str, chosen_by: str) -> dict[str, TaskScore]:
-    settings: dict[str, list[Result]] = {}
-    for run in runs:
-        settings.setdefault(run.setting, []).append(run)
+    settings = grouped((run.setting, run) for run in runs)
     ended = [{run.seed for run in part if run.ended} for part in settings.values()]
     seeds = set.intersection(*filter(None, ended)) if any(ended) else set()  # with every setting
     if seeds:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from linnet.config import grouped
 from linnet.papers.item import Erratum, Form
 from linnet.papers.library import Entry, Library
 
@@ -102,9 +103,7 @@ def _time(minutes: float, cluster: bool) -> str:
 
 def _errata(entry: Entry) -> Iterable[str]:
     published = entry.item.published
-    groups: dict[str, list[Erratum]] = {}
-    for error in published.errata if published else ():
-        groups.setdefault(error.why, []).append(error)
+    groups = grouped((error.why, error) for error in (published.errata if published else ()))
     for why, errors in groups.items():
         what = "; ".join(
             f"{error.row}, {error.column}: printed {error.printed}, {_corrected(error)}" for error in errors

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from linnet.config import ConfigError, refuse
+from linnet.config import ConfigError, grouped, refuse
 from linnet.ops import compat_torch
 from linnet.parallel import alive
 from linnet.parallel.config import Degrees, ParallelConfig
@@ -410,10 +410,9 @@ def _packed(error: Exception) -> bytes:
 
 def _merged(errors: dict[int, ConfigError], world: int) -> ConfigError:
     """Returns one error with the problems of all ranks, each once; those that not all found say whose they are."""
-    problems: dict[str, list[int]] = {}
-    for number, error in errors.items():
-        for problem in dict.fromkeys(error.problems):
-            problems.setdefault(problem, []).append(number)
+    problems = grouped(
+        (problem, number) for number, error in errors.items() for problem in dict.fromkeys(error.problems)
+    )
     told = []
     for problem, ranks in problems.items():
         whose = ", ".join(map(str, ranks))

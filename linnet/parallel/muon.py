@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from linnet.config import grouped
 from linnet.ops import compat_torch
 from linnet.parallel.mesh import Mesh
 
@@ -57,9 +58,7 @@ class Muon(torch.optim.Optimizer):
         )
         self._group, self._shards, self._tp = _copy_group(mesh), mesh.fsdp.size(-1), mesh.tp
         self._number = dist.get_rank(self._group)
-        by_kind: dict[tuple, list[Matrix]] = {}
-        for matrix in matrices:
-            by_kind.setdefault((matrix.shape, matrix.tp_dim, matrix.rate, matrix.decay), []).append(matrix)
+        by_kind = grouped(((matrix.shape, matrix.tp_dim, matrix.rate, matrix.decay), matrix) for matrix in matrices)
         ranks = self._shards * self._tp
         self._batches = [
             same[start : start + ranks] for same in by_kind.values() for start in range(0, len(same), ranks)

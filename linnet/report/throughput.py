@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from linnet.config import FIGURES, ConfigError, check_study
+from linnet.config import FIGURES, ConfigError, check_study, grouped
 from linnet.report import shell, style, units
 from linnet.report.drawing import Figure
 
@@ -99,9 +99,7 @@ def _row(row: dict) -> dict:
 def _alike(rows: list[dict], x: str) -> list[dict]:
     """The rows that differ in x alone: those of the most frequent value of everything else."""
     others = ("prompt", "new") if x == "batch" else ("batch", "new")
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in others), []).append(row)
+    groups = grouped((tuple(row[key] for key in others), row) for row in rows)
     return max(groups.values(), key=lambda group: len({row[x] for row in group}), default=[])
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, grouped
 from linnet.laws.fit.results import ArchitectureFit
 from linnet.study.architectures import Architecture, Rung, Size, make_rungs
 from linnet.study.config import Point, StudyConfig
@@ -116,9 +116,7 @@ class _Grid:
         for run in runs:
             key = run.budget, run.size
             self.known[key] = max(self.known.get(key, -1), run.seed)
-        self.trained: dict[float, list[float]] = {}
-        for run in runs:
-            self.trained.setdefault(run.budget, []).append(math.log(run.params_non_embedding))
+        self.trained = grouped((run.budget, math.log(run.params_non_embedding)) for run in runs)
         self._made: dict[tuple[Size, float], Candidate] = {}
 
     def candidates(self, found: Answer) -> Iterator[list[Candidate]]:

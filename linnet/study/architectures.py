@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from linnet.config import LEAST, Config, ConfigError, Factor, checking, gather, nearest, parse, refuse
+from linnet.config import LEAST, Config, ConfigError, Factor, checking, gather, grouped, nearest, parse, refuse
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.layers.positions import length_problems
 from linnet.models import KINDS, ModelConfig, StackConfig, families_of, family
@@ -299,9 +299,7 @@ def rule_width(model: StackConfig) -> int:
 
 def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
     """Formats (architecture, size, problem) as lines. A problem that several sizes share becomes one line."""
-    sizes: dict[tuple[str, str], list[str]] = {}
-    for architecture, size, line in wrong:
-        sizes.setdefault((architecture, line), []).append(size)
+    sizes = grouped(((architecture, line), size) for architecture, size, line in wrong)
     return [f"architectures.{name} {', '.join(labels)}: {line}" for (name, line), labels in sizes.items()]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from linnet.config import grouped
 from linnet.laws.orders import side, t_interval
 from linnet.runs.files import write_atomic
 from linnet.study.collect import as_csv, read_plan
@@ -100,9 +101,7 @@ def missing_pairs(
         rows: of the study's table.
         results: its differences.
     """
-    statuses: dict[str, list[str]] = {}
-    for row in rows:
-        statuses.setdefault(row["architecture"], []).append(row["status"])
+    statuses = grouped((row["architecture"], row["status"]) for row in rows)
     lost = {
         name: ", ".join(
             f"{counted.count(status)} of {len(counted)} runs of {name} {status}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from linnet.config import grouped
 from linnet.runs import RunFolder
 from linnet.study.collect import RUNS, read_plan, read_rate_runs
 
@@ -148,9 +149,7 @@ def sentences(marked: Sequence[Doubt]) -> list[str]:
     """Returns a sentence per doubt, or a shorter one per architecture if there are more than `MOST`."""
     if len(marked) <= MOST:
         return [sentence(doubt) for doubt in marked]
-    others: dict[str, list[str]] = {}
-    for doubt in marked:
-        others.setdefault(doubt.first, []).append(doubt.second)
+    others = grouped((doubt.first, doubt.second) for doubt in marked)
     return [f"{first} and each of {', '.join(names)}" for first, names in others.items()]
 
 

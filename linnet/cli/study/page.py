@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from linnet.config import count_of
+from linnet.config import count_of, grouped
 from linnet.options import WIDE, make_table
-from linnet.study.ladder import Plan, PlannedRun, find_units
+from linnet.study.ladder import Plan, find_units
 from linnet.study.progress import count, duration
 from linnet.study.sensitivity import FACTORS, FIX, UNKNOWN, Sensitivities, doubts, sentences, shown_loss, shown_value
 from linnet.study.timing import wall_seconds
@@ -35,9 +35,7 @@ def print_plan(
     first, last = (units, "FLOPs") if by_tokens else ("FLOPs", units)
     columns = ("architecture", f"#{first}", "#runs", "#parameters", "#steps", f"#{last}", "#time")
     table = make_table(*columns, no_wrap=True, style=WIDE)
-    groups: dict[tuple, list[PlannedRun]] = {}
-    for run in plan.runs:
-        groups.setdefault((run.architecture, run.tokens if by_tokens else run.budget), []).append(run)
+    groups = grouped(((run.architecture, run.tokens if by_tokens else run.budget), run) for run in plan.runs)
     order = {architecture.name: i for i, architecture in enumerate(plan.config.architectures)}
     for (name, target), runs in sorted(groups.items(), key=lambda item: (order[item[0][0]], item[0][1])):
         table.add_row(

@@ -5,6 +5,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from linnet.config import grouped
 from linnet.options import RULED, AsJson, echo_json, make_table, options
 
 
@@ -174,10 +175,7 @@ def print_steps(rows: list[dict]) -> None:
             cells = [f"{row[task]:.1f}" if task in row else "-" for task in tasks]
             table.add_row(row["step"], f"{row['score']:.1f}", change, *cells)
         console.print(table)
-    notes: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if "note" in row:
-            notes.setdefault((row["architecture"], row["note"]), []).append(row["step"])
+    notes = grouped(((row["architecture"], row["note"]), row["step"]) for row in rows if "note" in row)
     for (name, note), steps in notes.items():
         every = len(steps) == sum(row["architecture"] == name for row in rows if row["step"] != "as printed")
         where = name if every else f"{name}, {', '.join(steps)}"

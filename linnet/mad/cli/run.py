@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from linnet.config import FIGURES, ConfigError, gather, not_installed, override, parse, refuse
+from linnet.config import FIGURES, ConfigError, gather, grouped, not_installed, override, parse, refuse
 from linnet.options import RULED, WIDE, AsJson, Count, echo_json, make_table, options, parse_seeds
 
 # Short column titles, so that the table fits into 80 characters.
@@ -206,10 +206,7 @@ def print_scores(scores, console) -> None:
             console.print(f"all architectures reach 100 %, so these tasks do not tell them apart: {names}")
     for label in scores.labels:
         console.print(f"[bold]{escape(label)}[/]")
-    reasons: dict[str, list[str]] = {}
-    for name, score in scores.items():
-        for reason in score.reasons:
-            reasons.setdefault(reason, []).append(name)
+    reasons = grouped((reason, name) for name, score in scores.items() for reason in score.reasons)
     for reason, names in reasons.items():
         of = "" if len(names) == len(scores) else f" ({', '.join(names)})"
         console.print(f"[yellow]not comparable[/]{escape(of)}: {escape(reason)}")

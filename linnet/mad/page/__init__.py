@@ -4,7 +4,7 @@ from functools import partial
 from html import escape
 from pathlib import Path
 
-from linnet.config import FIGURES, ConfigError, check_study, gather, refuse
+from linnet.config import FIGURES, ConfigError, check_study, gather, grouped, refuse
 from linnet.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.mad.mqar import HARDER, SOLVED, Comparison, Place, compare, is_mqar, settings_of
 from linnet.mad.page.figures import LEGEND, Records, by_name, draw, points, task_name
@@ -320,10 +320,9 @@ def _summary(records: Records) -> str:
 
 def notices(records: Records) -> list[str]:
     """Returns notes that a reader needs before the scores."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for mad_score in records.scores.values():
-        if not mad_score.comparable:
-            groups.setdefault(mad_score.reasons, []).append(mad_score.architecture)
+    groups = grouped(
+        (mad_score.reasons, mad_score.architecture) for mad_score in records.scores.values() if not mad_score.comparable
+    )
     everyone = len(records.scores)
     lines = [label[0].upper() + label[1:] for label in records.scores.labels]
     for reasons, names in groups.items():

@@ -22,7 +22,7 @@ import torch
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
-from linnet.config import Config, ConfigError, added, nearest
+from linnet.config import Config, ConfigError, added, grouped, nearest
 from linnet.layers.base import CHANNELS, MIXERS
 from linnet.models.parametrisation import rate_factors
 from linnet.ops import compat_torch
@@ -158,9 +158,7 @@ class Optimizer:
 
     def _by_factor(self, parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
         """Returns parameter groups of the model's parameters, one for each factor of the learning rate."""
-        groups: dict[float, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            groups.setdefault(self._factor_of[parameter], []).append(parameter)
+        groups = grouped((self._factor_of[parameter], parameter) for parameter in parameters)
         return [
             {"params": members, "factor": factor, "weight_decay": weight_decay * self._decay_factor(factor)}
             for factor, members in groups.items()

@@ -18,7 +18,7 @@ from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 
 from linnet import trust
-from linnet.config import ConfigError, digest
+from linnet.config import ConfigError, digest, grouped
 from linnet.evaluate.likelihood import evaluating
 from linnet.layers import dropout
 from linnet.layers.norm import BatchNorm
@@ -576,9 +576,7 @@ def train_together(configs: Sequence[TrainingConfig], root: str | Path, cache: s
 
 
 def _by_step(runs: Sequence[Run]) -> list[list[Run]]:
-    groups: dict[int, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(run.session.step, []).append(run)
+    groups = grouped((run.session.step, run) for run in runs)
     return [groups[step] for step in sorted(groups)]
 
 
