@@ -154,14 +154,7 @@ def kill_until_done(trial: Trial, budget: int, moments: random.Random, told: Cal
             below = []
         status = wait(pid)
         counts["kills"] += status == -signal.SIGKILL  # otherwise it had ended before
-        if left := left_after(below):
-            told(f"{trial.name}: processes {left} are left after a kill")
-            counts["orphans"] += len(left)
-            for one in left:
-                os.kill(one, signal.SIGKILL)
-        if stale := locked(trial):
-            told(f"{trial.name}: locked after a kill: {', '.join(stale)}")
-            counts["stale locks"] += len(stale)
+        count_left(trial, below, "a kill", counts, told)
         if status == 0 and all(folder.done for folder in trial.folders()):
             break
         if status not in (0, -signal.SIGKILL):
@@ -170,6 +163,20 @@ def kill_until_done(trial: Trial, budget: int, moments: random.Random, told: Cal
             break
     compare(trial, status, counts, told)
     return counts
+
+
+def count_left(
+    trial: Trial, below: list[int], event: str, counts: collections.Counter, told: Callable[[str], None]
+) -> None:
+    """Counts the processes of `below` and the locks that an event has left behind, and ends these processes."""
+    if left := left_after(below):
+        told(f"{trial.name}: processes {left} are left after {event}")
+        counts["orphans"] += len(left)
+        for one in left:
+            os.kill(one, signal.SIGKILL)
+    if stale := locked(trial):
+        told(f"{trial.name}: locked after a kill: {', '.join(stale)}")
+        counts["stale locks"] += len(stale)
 
 
 def compare(trial: Trial, status: int, counts: collections.Counter, told: Callable[[str], None]) -> None:
@@ -218,14 +225,7 @@ def kill_ranks_until_done(trial: Trial, budget: int, moments: random.Random, tol
                 os.kill(victim, signal.SIGKILL)
             if victim == pid:
                 status = wait(pid)
-                if left := left_after(ranks):
-                    told(f"{trial.name}: processes {left} are left after the launcher was killed")
-                    counts["orphans"] += len(left)
-                    for one in left:
-                        os.kill(one, signal.SIGKILL)
-                if stale := locked(trial):
-                    told(f"{trial.name}: locked after a kill: {', '.join(stale)}")
-                    counts["stale locks"] += len(stale)
+                count_left(trial, ranks, "the launcher was killed", counts, told)
             else:
                 waits.append(steps_again(trial, pid))
         status = wait(pid) if status is None else status
