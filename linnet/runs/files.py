@@ -14,7 +14,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from linnet.config import ConfigError
-from linnet.data.parts import locked
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -62,6 +61,8 @@ def new_folder(folder: Path, where: str) -> Iterator[Path]:
         ConfigError: of `where`: the folder is not empty or cannot be made, another process writes it, or a file of it
             cannot be written.
     """
+    from linnet.data.parts import locked  # with numpy, which records are read without
+
     check_empty(folder, where)  # before a folder is made
     there = folder.exists()
     try:
