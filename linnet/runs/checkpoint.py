@@ -27,7 +27,6 @@ from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 
 from linnet.config import Config, ConfigError, parse
-from linnet.data.records import fingerprint as sha256
 from linnet.runs.files import is_full, sync_file, sync_folder, write_atomic
 
 if TYPE_CHECKING:  # reading a run folder often needs no tensor, and importing torch takes seconds
@@ -404,6 +403,12 @@ def _state_text(state: dict) -> str:
 
 def _own_sum(state: dict) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cannot_write(target: Path, error: Exception, tensors: Tensors | None = None) -> str:
