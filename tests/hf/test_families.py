@@ -12,8 +12,10 @@ from hf_folders import random_tensors, write_folder
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from linnet import models
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
+from linnet.hf.layouts import FAMILIES
 from linnet.models import ModelConfig, build_model, get_recipe
 from linnet.runs import load_model, save_model
 from linnet.serve.requests import CompletionRequest
@@ -730,6 +732,15 @@ def test_how_a_checkpoint_draws_tokens_comes_along(tmp_path):
         assert again.repetition_penalty == (None if number == 0 else 1.2)
     with pytest.raises(ConfigError, match="'mamba3' is not a layout"):
         hf.export_as("mamba3", tmp_path / "ours", tmp_path / "none")
+
+
+def test_two_values_that_share_a_key_of_a_layout_must_be_alike():
+    model = models.family("gdn")(64, 1, vocab_size=64).model_copy(update={"norm_eps": 1e-6})
+    alike = (
+        "gdn.norm_eps: 1e-05 is not .* 1e-06, as model.norm_eps, since it has one norm_eps for both; train with that"
+    )
+    with pytest.raises(ConfigError, match=alike):
+        FAMILIES["gated_deltanet"].write(model)
 
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "kimi_linear"])

@@ -263,9 +263,16 @@ class Family:
             )
         for spec, its in zip(config.blocks, again.blocks, strict=True):
             mine, others = settled(config, spec), settled(again, its)
+            written_from = {
+                path: f", as model.{_spelled(first)}, since it has one {item.key} for both"
+                for item in self.entries
+                if (first := next((path for path in item.paths if path in mine), ""))
+                for path in item.paths
+                if path != first
+            }
             problems |= {
                 path: f"{_spelled(path)}: {mine.get(path)!r} is not what {self.title} has, which is "
-                f"{others.get(path)!r}; train with that, or {fix}"
+                f"{others.get(path)!r}{written_from.get(path, '')}; train with that, or {fix}"
                 for path in sorted(mine.keys() & others.keys())  # without RoPE there are no options of it
                 if not _same(mine.get(path), others.get(path))
             }
