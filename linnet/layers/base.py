@@ -437,6 +437,8 @@ def load_plugin(spec: str) -> str:
             del sys.modules[module_name]
             at = line_of(error, str(path.absolute()))
             problem = f"mixer {spec!r}: importing {path} failed{at}: {type(error).__name__}: {error}"
+            if isinstance(error, ModuleNotFoundError):
+                problem += "; install it, or put the folder of a file of yours on PYTHONPATH"
             raise ConfigError([problem], "plugins") from error
         trust.accept([loader.digest])
     mixer = getattr(module, class_name, None)

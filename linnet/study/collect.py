@@ -259,8 +259,9 @@ def load_study(
     path = Path(path)
     stale = renew(path)
     if not (path / "table.csv").is_file():
-        fix = "run `linnet study` to write it, or give a CSV" if path.is_dir() else "there is no such file or folder"
-        raise ConfigError([f"{path}: no table.csv there; {fix}"], "study")
+        known = path.is_dir()
+        what = "holds no table.csv; run `linnet study` to write it" if known else "there is no such file or folder"
+        raise ConfigError([f"{path}: {what}{', or give' if known else '; give'} a CSV"], "study")
     table, notes = load_table(
         path / "table.csv", columns, exclude=exclude, best_of=best_of, loss_unit=loss_unit, keep=keep, point=point
     )

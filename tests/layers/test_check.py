@@ -149,6 +149,9 @@ def test_a_line_is_named_whatever_the_form_of_the_path(outside, monkeypatch, tmp
         ConfigError, match=r"importing \.\./broken\.py failed in line 2 \(`wrong = None \+ 1`\): TypeError"
     ):
         check_mixer("../broken.py:Outside", {}, 16)
+    path.with_name("lonely.py").write_text("import a_neighbour_of_mine\n")
+    with pytest.raises(ConfigError, match="No module named 'a_neighbour_of_mine'; install it, .* on PYTHONPATH"):
+        check_mixer("../lonely.py:Outside", {}, 16)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
