@@ -138,7 +138,7 @@ def test_no_sentence_of_simulated_pages_contradicts_its_tables(tmp_path, count):
 
 KINDS = (
     "is higher",
-    "cannot be told apart: the lowest",
+    "cannot be told apart (the intervals of all differences together hold 0): the lowest",
     "cannot be told apart from it",
     "falls faster",
     "How fast the loss falls",
