@@ -235,8 +235,9 @@ def training(rows: list[dict]) -> Iterator[Bar]:
     )
     what = "GDN of 441M, tokens per second against fla's, T = 4,096, eager, weights in float32"
     ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
-    runs = "" if ours["commit"] == theirs["commit"] else " (rows of two runs)"
-    yield Bar(what, ">= 1.4x", f"{ratio:.2f}x{runs}", ratio >= 1.4)
+    one_run = ours["commit"] == theirs["commit"]
+    runs = "" if one_run else " (rows of two runs)"
+    yield Bar(what, ">= 1.4x in one run", f"{ratio:.2f}x{runs}", ratio >= 1.4 and one_run)
     for setting in ("none", "block", "selective"):
         for compiled in ("False", "True"):
             wanted = {"model": "tnl", "tokens": 131_072, "recompute": setting, "compiled": compiled}

@@ -50,9 +50,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: 26, of mamba2 48")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--inner", type=int, default=INNER)
+    parser.add_argument("--separate", action="store_true", help="autograd adds the gradients of a layer's input")
     parser.add_argument("--profile", type=Path, help="write the kernels of a step of the first length there")
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
+    if options.separate and options.csv:
+        parser.error("--separate: is no training's setting, so it has no rows; leave out --csv")
 
     constants = timing.constants(f"python benchmarks/models.py {shlex.join(sys.argv[1:])}")
     path = timing.RESULTS / f"models-{timing.short_name(constants['gpu'])}.csv"
@@ -95,7 +98,7 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[
 
     else:
         model = build_model(config(name, options.layers, options.width, options.inner))
-        if not options.compile:  # as in a training
+        if not (options.compile or options.separate):  # as in a training
             projections.prepare(layers_of(model))
         recompute.apply(model, options.recompute)
 

@@ -497,7 +497,7 @@ def _register(registry: dict, name: str, config: type[Config]):
 
 def _check_methods(cls: type[Layer]) -> None:
     """Raises ValueError if a method has the name of one that Linnet calls, but cannot be called as that one."""
-    for base in (Mixer, Layer):
+    for base in [base for base in (Mixer, Layer) if issubclass(cls, base)]:
         for name, method in vars(base).items():
             override = getattr(cls, name, None)
             if not inspect.isfunction(method) or not inspect.isfunction(override) or name.startswith("_"):
@@ -509,7 +509,7 @@ def _check_methods(cls: type[Layer]) -> None:
                 if parameter.default is parameter.empty
                 and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
             ]
-            if issubclass(cls, base) and len(needs) > len(takes):
+            if len(needs) > len(takes):
                 arguments = ", ".join(takes[1:]) or "no arguments"
                 raise ValueError(
                     f"{cls.__name__}.{name} needs {', '.join(needs[1:])}, but Linnet calls the method of this name "

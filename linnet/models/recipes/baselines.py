@@ -218,7 +218,8 @@ for size, (layers, width) in WORLD.items():
 
 # `inner` is the width of the GLU of a Transformer, whose block then is as large.
 retnet = uniform_family(
-    *("retnet", "mlp"),
+    "retnet",
+    "mlp",
     of_channel=lambda d_model, inner: {"inner": 3 * inner // 4 or 2 * d_model, "activation": "gelu", "bias": False},
 )
 rglru = uniform_family(
@@ -226,7 +227,8 @@ rglru = uniform_family(
 )
 # RWKV-4 has no heads, and its channel mixer has four times the width: `inner` is unused.
 rwkv4 = uniform_family(
-    *("rwkv4", "rwkv"),
+    "rwkv4",
+    "rwkv",
     heads=False,
     of_channel=lambda d_model, inner: {"receptance": True},
     norm="layernorm",
