@@ -129,6 +129,19 @@ def test_documents(offsets, dtype, channels):
 
 @gpu
 @pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("without", [(), ("initial", "final")], ids=str)
+@pytest.mark.parametrize("K", [72, 80, 96, 112, 120])
+def test_keys_between_the_tiles_of_hopper(K, without, channels):
+    assert_agrees(2, 192, 2, 4, K, 128, channels=channels, without=without)
+
+
+@gpu
+def test_programs_take_many_chunks_of_keys_between_the_tiles_of_hopper():
+    assert_agrees(4, 4096, 3, 6, 96, 192)
+
+
+@gpu
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("without", [("initial",), ("final",), ("initial", "final")], ids=str)
 def test_states_are_optional(without, channels):
     assert_agrees(2, 150, 2, 2, 64, 64, channels=channels, without=without)
@@ -154,12 +167,13 @@ def test_fifty_repeats_are_equal_to_the_bit(tokens, channels):
 
 
 @gpu
+@pytest.mark.parametrize("K", [64, 96])
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(("channels", "apart"), [(False, None), (True, None), (True, (True, True))], ids=str)
-def test_parts_swept_beside_others_being_prepared_are_one_sweep(channels, apart, state, monkeypatch):
+def test_parts_swept_beside_others_being_prepared_are_one_sweep(channels, apart, state, K, monkeypatch):
     from linnet.ops.delta import triton
 
-    inputs, _ = make(1, triton.OVERLAPPED + 64, 2, 4, 64, 64, channels=channels, apart=apart, state=state)
+    inputs, _ = make(1, triton.OVERLAPPED + 64, 2, 4, K, 64, channels=channels, apart=apart, state=state)
     assert not triton.is_hopper(inputs[0].device) or len(triton._cut(triton._Call(*inputs))) == 4
     parts = [triton.delta_forward(*inputs) for _ in range(10)]
     monkeypatch.setattr(triton, "OVERLAPPED", 1 << 40)
@@ -179,7 +193,7 @@ def test_what_the_kernels_do_not_take_runs_in_chunks(kind, apart):
     torch.testing.assert_close(o, expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("K", [64, 96])
+@pytest.mark.parametrize("K", [64, 72, 96])
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(("decay", "channels"), [("none", False), ("mild", False), ("mild", True)])
 def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, channels, state, K, monkeypatch):
@@ -198,6 +212,7 @@ def test_kernels_for_hopper_get_as_many_arguments_as_they_take(decay, channels, 
         prepare, gradients = ["prepare_channels", "invert"], ["gradients", "gradients_channels"]
     names = [*prepare, "sweep_hopper", *prepare, "both_sweeps_hopper", *gradients]
     assert [kernel.__name__ for kernel, *_ in started] == [f"{name}_kernel" for name in names]
+    assert all(x is y for x, y in zip(inputs[:2], started[0][2], strict=False))  # q and k, not copies of them
     for kernel, _, tensors, numbers, constants in started:
         assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel
 
@@ -252,12 +267,12 @@ INTERPRETED = [
     ((1, 40, 1, 2, 24, 16), {"channels": True, "decay": "bounded", "apart": (True, True), "without": ("initial",)}),
     ((1, 35, 1, 1, 16, 32), {"apart": (True, False), "offsets": [0, 1, 33, 33, 35], "decay": "resets", "erase": 2.0}),
     ((1, 33, 1, 2, 16, 16), {"apart": (False, True), "decay": "none", "without": ("final",)}),
+    ((1, 40, 1, 2, 72, 16), {"channels": True, "apart": (False, True)}),
 ]
-WIDENED = [{}, {"channels": True}, {"apart": (True, False)}, {"channels": True, "apart": (False, True), "state": False}]
 
 
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED) + len(WIDENED) + 1
+    assert interpreted(__file__) == len(INTERPRETED) + 1
 
 
 if __name__ == "__main__":
@@ -266,9 +281,3 @@ if __name__ == "__main__":
     for call, options in INTERPRETED:
         assert_agrees(*call, dtype=torch.float32, device="cpu", **options)
         print(*call, "agrees")
-    from linnet.ops.delta import triton
-
-    triton._needs_wider_keys = lambda q, *_: 64 < q.shape[-1] < 128  # as on Hopper GPUs
-    for options in WIDENED:
-        assert_agrees(1, 40, 1, 2, 72, 16, dtype=torch.float32, device="cpu", **options)
-        print("with wider keys", options, "agrees")

@@ -1,9 +1,10 @@
 """The kernels of `linnet.ops.delta.triton` for Hopper GPUs, where the tiles of sweeps and gradients come through
-descriptors (TMA) and products run beside what is not a product: bfloat16, keys of 64 or 128, values of a multiple of
+descriptors (TMA) and products run beside what is not a product: bfloat16, keys of 64 to 128, values of a multiple of
 64, sequences of whole chunks, no documents.
 
 Names are those of `linnet.ops.delta.kernels`. S chunks of a sweep are in flight; states are transposed, [columns of v,
-K], and held by four warps, 16 columns each.
+PK], and held by four warps, 16 columns each. Tiles of keys have PK channels, 64 or 128: TMA reads zeros behind the K
+channels in memory, and does not write there.
 """
 
 from triton.experimental import gluon
@@ -95,13 +96,14 @@ def invert(overlaps, r, c, zeros, narrow, half):
 
 
 @gluon.jit
-def store_rows(pointer, x):
-    """x [R, N] in the dtype of the pointer, 16 bytes a thread."""
+def store_rows(pointer, x, WIDTH: gl.constexpr):
+    """The first WIDTH columns of x [R, N] in the dtype of the pointer, 16 bytes a thread."""
     N: gl.constexpr = x.shape[1]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, ROWS))[:, None]
-    at = rows * N + gl.arange(0, N, gl.SliceLayout(0, ROWS))[None, :]
-    gl.store(pointer + at, gl.convert_layout(x.to(pointer.dtype.element_ty), ROWS))
+    columns = gl.arange(0, N, gl.SliceLayout(0, ROWS))[None, :]
+    x = gl.convert_layout(x.to(pointer.dtype.element_ty), ROWS)
+    gl.store(pointer + rows * WIDTH + columns, x, mask=columns < WIDTH)
 
 
 @gluon.jit
@@ -111,17 +113,19 @@ def prepare_hopper_kernel(
 ):  # fmt: skip
     """Of the chunk of each slot and value head: the inverse [C, C] and P, and decays since its start, to its end and
     over it. FOLDED: (1 + A)^-T times the keys, decayed to the end [C, K], and P (1 + A)^-1 instead."""
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    PK: gl.constexpr = 64 if K <= 64 else 128
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PK], gl.bfloat16)
     PAIR: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K, 16])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PK, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PK, PK // 8], [4, 1], [1, 0])
     LATER: gl.constexpr = gl.SliceLayout(1, PAIR)
     EARLIER: gl.constexpr = gl.SliceLayout(0, PAIR)
     pid = gl.program_id(0)
     tile, row, h = pid.to(gl.int64), (pid // HV * C).to(gl.int64), pid % HV
     at = (row + gl.arange(0, C, gl.SliceLayout(1, ROWS)))[:, None] * (H * K) + h // (HV // H) * K
-    at += gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
-    tk, tq = gl.load(k + at), gl.load(q + at)
+    channel = gl.arange(0, PK, gl.SliceLayout(0, ROWS))[None, :]
+    tk = gl.load(k + at + channel, mask=channel < K, other=0.0)
+    tq = gl.load(q + at + channel, mask=channel < K, other=0.0)
     later, earlier = gl.arange(0, C, LATER), gl.arange(0, C, EARLIER)
     r, c = later[:, None], earlier[None, :]
     zeros = gl.zeros([C, C], gl.float32, PAIR)
@@ -136,8 +140,8 @@ def prepare_hopper_kernel(
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 16], gl.bfloat16)
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 32], gl.bfloat16)
     # All live at once: where one takes the place of another, ptxas 12.8 reads a register that nothing wrote.
-    sk = gl.allocate_shared_memory(gl.bfloat16, [C, K], KEYS)
-    sq = gl.allocate_shared_memory(gl.bfloat16, [C, K], KEYS)
+    sk = gl.allocate_shared_memory(gl.bfloat16, [C, PK], KEYS)
+    sq = gl.allocate_shared_memory(gl.bfloat16, [C, PK], KEYS)
     narrow = gl.allocate_shared_memory(gl.bfloat16, [2, C, 16], NARROW)
     half = gl.allocate_shared_memory(gl.bfloat16, [2, C, 32], HALF)
     sides = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16))
@@ -167,38 +171,38 @@ def prepare_hopper_kernel(
         fence_async_shared()
         wait_for_warps()
         folded = warpgroup_mma(left, sides.index(0), zeros, use_acc=False, is_async=True)
-        keys = gl.zeros([C, K], gl.float32, WIDE)
+        keys = gl.zeros([C, PK], gl.float32, WIDE)
         keys = warpgroup_mma(sides.index(1).permute((1, 0)), sk, keys, use_acc=False, is_async=True)
         folded, keys, left = warpgroup_mma_wait(0, deps=[folded, keys, left])
-        store_rows(scores + tile * (C * C), folded)
-        store_rows(inverses + tile * (C * K), keys)
+        store_rows(scores + tile * (C * C), folded, C)
+        store_rows(inverses + tile * (C * K), keys, K)
     else:
-        store_rows(scores + tile * (C * C), pairs)
-        store_rows(inverses + tile * (C * C), inverse)
+        store_rows(scores + tile * (C * C), pairs, C)
+        store_rows(inverses + tile * (C * C), inverse, C)
 
 
 @gluon.jit
-def fetch(descriptors, tiles, barriers, slot, row, i, j, tile, wanted, C: gl.constexpr, BYTES: gl.constexpr,
+def fetch(descriptors, tiles, barriers, slot, row, j, tile, wanted, C: gl.constexpr, BYTES: gl.constexpr,
           WITH_Q: gl.constexpr, CHANNELS: gl.constexpr):  # fmt: skip
     """Of a chunk: k, values, inverse, factors; q and scores; with CHANNELS the keys that go to the state after it."""
     barrier = barriers.index(slot)
     mbarrier.expect(barrier, BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(descriptors[0], [row, i], barrier, tiles[0].index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(descriptors[0], [row, 0], barrier, tiles[0].index(slot), pred=wanted)
     tma.async_copy_global_to_shared(descriptors[1], [row, j], barrier, tiles[1].index(slot), pred=wanted)
     tma.async_copy_global_to_shared(descriptors[2], [tile * C, 0], barrier, tiles[2].index(slot), pred=wanted)
     tma.async_copy_global_to_shared(descriptors[3], [tile * 4, 0], barrier, tiles[3].index(slot), pred=wanted)
     if WITH_Q:
-        tma.async_copy_global_to_shared(descriptors[4], [row, i], barrier, tiles[4].index(slot), pred=wanted)
+        tma.async_copy_global_to_shared(descriptors[4], [row, 0], barrier, tiles[4].index(slot), pred=wanted)
         tma.async_copy_global_to_shared(descriptors[5], [tile * C, 0], barrier, tiles[5].index(slot), pred=wanted)
     if CHANNELS:
-        tma.async_copy_global_to_shared(descriptors[6], [row, i], barrier, tiles[6].index(slot), pred=wanted)
+        tma.async_copy_global_to_shared(descriptors[6], [row, 0], barrier, tiles[6].index(slot), pred=wanted)
 
 
 @gluon.jit
 def load_rest(rest, tile, i, K: gl.constexpr, CHANNELS: gl.constexpr):
     """The packed decay of a chunk: of the head, or a row of channels."""
     if CHANNELS:
-        return gl.load(rest + tile * K + i)[None, :]
+        return gl.load(rest + tile * K + i, mask=i < K, other=0.0)[None, :]
     else:
         return gl.load(rest + tile)
 
@@ -250,44 +254,47 @@ def sweep_forward(
     """`out` is o; of KEEP it takes the corrections, and `states` those before each chunk. FOLDED: `inverses` and
     `scores` are the keys and scores with the inverse in them."""
     FOLDED: gl.constexpr = not KEEP and not CHANNELS
+    PK: gl.constexpr = 64 if K <= 64 else 128
     WIDTH: gl.constexpr = K if FOLDED else C
+    SIDE: gl.constexpr = PK if FOLDED else C
     BLOCKS: gl.constexpr = V // BV
     block, nh = pid % BLOCKS, pid // BLOCKS
     n, h = nh // HV, nh % HV
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PK], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    SIDES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, WIDTH], gl.bfloat16)
-    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, K], gl.bfloat16)
+    SIDES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, SIDE], gl.bfloat16)
+    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, PK], gl.bfloat16)
     VECTORS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PK, 16])
     TO_OUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     TO_STATE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=STATE, k_width=2)
     chunks = T // C
     tiles = N * chunks * HV
-    dk = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, K], KEYS)
-    dq = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    at_k = h // (HV // H) * K
+    dk = tma.make_tensor_descriptor(k + at_k, [N * T, K], [H * K, 1], [C, PK], KEYS)
+    dq = tma.make_tensor_descriptor(q + at_k, [N * T, K], [H * K, 1], [C, PK], KEYS)
     dv = tma.make_tensor_descriptor(v, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
     do = tma.make_tensor_descriptor(out, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
-    di = tma.make_tensor_descriptor(inverses, [tiles * C, WIDTH], [WIDTH, 1], [C, WIDTH], SIDES)
+    di = tma.make_tensor_descriptor(inverses, [tiles * C, WIDTH], [WIDTH, 1], [C, SIDE], SIDES)
     dp = tma.make_tensor_descriptor(scores, [tiles * C, C], [C, 1], [C, C], PAIRS)
     df = tma.make_tensor_descriptor(factors, [tiles * 4, C], [C, 1], [4, C], VECTORS)
-    sk = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+    sk = gl.allocate_shared_memory(gl.bfloat16, [S, C, PK], KEYS)
     sv = gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES)
-    si = gl.allocate_shared_memory(gl.bfloat16, [S, C, WIDTH], SIDES)
+    si = gl.allocate_shared_memory(gl.bfloat16, [S, C, SIDE], SIDES)
     sf = gl.allocate_shared_memory(gl.float32, [S, 4, C], VECTORS)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
     if KEEP:
         sq, sp = sk, si
-        ds = tma.make_tensor_descriptor(states, [tiles * V, K], [K, 1], [BV, K], STATES)
-        ss = gl.allocate_shared_memory(gl.bfloat16, [BV, K], STATES)
+        ds = tma.make_tensor_descriptor(states, [tiles * V, K], [K, 1], [BV, PK], STATES)
+        ss = gl.allocate_shared_memory(gl.bfloat16, [BV, PK], STATES)
     else:
-        sq = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+        sq = gl.allocate_shared_memory(gl.bfloat16, [S, C, PK], KEYS)
         sp = gl.allocate_shared_memory(gl.bfloat16, [S, C, C], PAIRS)
     if CHANNELS:
-        de = tma.make_tensor_descriptor(early, [N * T, H * K], [H * K, 1], [C, K], KEYS)
-        se = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+        de = tma.make_tensor_descriptor(early + at_k, [N * T, K], [H * K, 1], [C, PK], KEYS)
+        se = gl.allocate_shared_memory(gl.bfloat16, [S, C, PK], KEYS)
     else:
         de, se = dk, sk
     descriptors, rings = (dk, dv, di, df, dq, dp, de), (sk, sv, si, sf, sq, sp, se)
@@ -295,21 +302,20 @@ def sweep_forward(
     for slot in gl.static_range(S):
         mbarrier.init(barriers.index(slot), count=1)
     BYTES: gl.constexpr = (
-        2 * C * (K + BV + WIDTH) + 16 * C + (0 if KEEP else 2 * C * (K + C)) + (2 * C * K if CHANNELS else 0)
+        2 * C * (PK + BV + SIDE) + 16 * C + (0 if KEEP else 2 * C * (PK + C)) + (2 * C * PK if CHANNELS else 0)
     )
-    at_k = h // (HV // H) * K
     at_v = h * V + block * BV
     tile = n * chunks * HV + h
     row = n * T
     for x in gl.static_range(S):
-        fetch(descriptors, rings, barriers, x, row + x * C, at_k, at_v, tile + x * HV, x < chunks, C, BYTES, not KEEP,
+        fetch(descriptors, rings, barriers, x, row + x * C, at_v, tile + x * HV, x < chunks, C, BYTES, not KEEP,
               CHANNELS)  # fmt: skip
-    state = gl.zeros([BV, K], gl.float32, STATE)
+    state = gl.zeros([BV, PK], gl.float32, STATE)
     j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
-    i = gl.arange(0, K, gl.SliceLayout(0, STATE))
+    i = gl.arange(0, PK, gl.SliceLayout(0, STATE))
     at_state = nh.to(gl.int64) * (K * V) + i[None, :] * V + j[:, None]
     if HAS_INITIAL:
-        state += gl.load(initial + at_state)
+        state += gl.load(initial + at_state, mask=i[None, :] < K, other=0.0)
     no_out = gl.zeros([BV, C], gl.float32, OUT)
     slot, phase, previous = 0, 0, 0
     decay = load_rest(rest, tile, i, K, CHANNELS)
@@ -324,7 +330,7 @@ def sweep_forward(
         if not KEEP:
             o = warpgroup_mma(held, sq.index(slot).permute((1, 0)), no_out, use_acc=False, is_async=True)
         if not CHANNELS:  # of the chunk before, beside the products: each copy waits for all warps
-            fetch(descriptors, rings, barriers, previous, row + (x - 1 + S) * C, at_k, at_v, tile + (x - 1 + S) * HV,
+            fetch(descriptors, rings, barriers, previous, row + (x - 1 + S) * C, at_v, tile + (x - 1 + S) * HV,
                   (x > 0) & (x - 1 + S < chunks), C, BYTES, not KEEP, False)  # fmt: skip
         tma.store_wait(0)
         so.permute((1, 0)).store(finished)
@@ -372,7 +378,7 @@ def sweep_forward(
                 finished = o.to(gl.bfloat16)
             held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
         if CHANNELS:
-            fetch(descriptors, rings, barriers, slot, row + (x + S) * C, at_k, at_v, tile + (x + S) * HV,
+            fetch(descriptors, rings, barriers, slot, row + (x + S) * C, at_v, tile + (x + S) * HV,
                   x + S < chunks, C, BYTES, not KEEP, True)  # fmt: skip
         decay = next_decay
         previous = slot
@@ -383,7 +389,7 @@ def sweep_forward(
     tma.async_copy_shared_to_global(do, [row + (chunks - 1) * C, at_v], so)
     tma.store_wait(0)
     if HAS_FINAL:
-        gl.store(final + at_state, state)
+        gl.store(final + at_state, state, mask=i[None, :] < K)
 
 
 @gluon.jit
@@ -395,56 +401,57 @@ def sweep_backward(
     BLOCKS: gl.constexpr = V // BV
     block, nh = pid % BLOCKS, pid // BLOCKS
     n, h = nh // HV, nh % HV
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    PK: gl.constexpr = 64 if K <= 64 else 128
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PK], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, K], gl.bfloat16)
+    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, PK], gl.bfloat16)
     VECTORS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PK, 16])
     TO_OUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     TO_STATE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=STATE, k_width=2)
     chunks = T // C
     tiles = N * chunks * HV
-    dk = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, K], KEYS)
-    dq = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    at_k = h // (HV // H) * K
+    dk = tma.make_tensor_descriptor(k + at_k, [N * T, K], [H * K, 1], [C, PK], KEYS)
+    dq = tma.make_tensor_descriptor(q + at_k, [N * T, K], [H * K, 1], [C, PK], KEYS)
     dc = tma.make_tensor_descriptor(do, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
     dout = tma.make_tensor_descriptor(dvalues, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
     di = tma.make_tensor_descriptor(inverses, [tiles * C, C], [C, 1], [C, C], PAIRS)
     dp = tma.make_tensor_descriptor(scores, [tiles * C, C], [C, 1], [C, C], PAIRS)
     df = tma.make_tensor_descriptor(factors, [tiles * 4, C], [C, 1], [4, C], VECTORS)
-    ds = tma.make_tensor_descriptor(dstates, [tiles * V, K], [K, 1], [BV, K], STATES)
-    sk = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
-    sq = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+    ds = tma.make_tensor_descriptor(dstates, [tiles * V, K], [K, 1], [BV, PK], STATES)
+    sk = gl.allocate_shared_memory(gl.bfloat16, [S, C, PK], KEYS)
+    sq = gl.allocate_shared_memory(gl.bfloat16, [S, C, PK], KEYS)
     sc = gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES)
     si = gl.allocate_shared_memory(gl.bfloat16, [S, C, C], PAIRS)
     sp = gl.allocate_shared_memory(gl.bfloat16, [S, C, C], PAIRS)
     sf = gl.allocate_shared_memory(gl.float32, [S, 4, C], VECTORS)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
-    ss = gl.allocate_shared_memory(gl.bfloat16, [BV, K], STATES)
+    ss = gl.allocate_shared_memory(gl.bfloat16, [BV, PK], STATES)
     if CHANNELS:
-        de = tma.make_tensor_descriptor(early, [N * T, H * K], [H * K, 1], [C, K], KEYS)
-        se = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
+        de = tma.make_tensor_descriptor(early + at_k, [N * T, K], [H * K, 1], [C, PK], KEYS)
+        se = gl.allocate_shared_memory(gl.bfloat16, [S, C, PK], KEYS)
     else:
         de, se = dk, sk
     descriptors, rings = (dk, dc, di, df, dq, dp, de), (sk, sc, si, sf, sq, sp, se)
     barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(S):
         mbarrier.init(barriers.index(slot), count=1)
-    BYTES: gl.constexpr = 2 * C * (2 * K + BV + 2 * C) + 16 * C + (2 * C * K if CHANNELS else 0)
-    at_k = h // (HV // H) * K
+    BYTES: gl.constexpr = 2 * C * (2 * PK + BV + 2 * C) + 16 * C + (2 * C * PK if CHANNELS else 0)
     at_v = h * V + block * BV
     tile = (n * chunks + chunks - 1) * HV + h
     row = n * T + T - C
     for x in gl.static_range(S):
-        fetch(descriptors, rings, barriers, x, row - x * C, at_k, at_v, tile - x * HV, x < chunks, C, BYTES, True,
+        fetch(descriptors, rings, barriers, x, row - x * C, at_v, tile - x * HV, x < chunks, C, BYTES, True,
               CHANNELS)  # fmt: skip
-    dstate = gl.zeros([BV, K], gl.float32, STATE)
+    dstate = gl.zeros([BV, PK], gl.float32, STATE)
     j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
-    i = gl.arange(0, K, gl.SliceLayout(0, STATE))
+    i = gl.arange(0, PK, gl.SliceLayout(0, STATE))
     at_state = nh.to(gl.int64) * (K * V) + i[None, :] * V + j[:, None]
     if HAS_DFINAL:
-        dstate += gl.load(dfinal + at_state)
+        dstate += gl.load(dfinal + at_state, mask=i[None, :] < K, other=0.0)
     no_out = gl.zeros([BV, C], gl.float32, OUT)
     slot, phase, previous = 0, 0, 0
     decay = load_rest(rest, tile, i, K, CHANNELS)
@@ -458,7 +465,7 @@ def sweep_backward(
         mbarrier.wait(barriers.index(slot), phase)
         change = warpgroup_mma(held, se.index(slot).permute((1, 0)), no_out, use_acc=False, is_async=True)
         if not CHANNELS:
-            fetch(descriptors, rings, barriers, previous, row - (x - 1 + S) * C, at_k, at_v, tile - (x - 1 + S) * HV,
+            fetch(descriptors, rings, barriers, previous, row - (x - 1 + S) * C, at_v, tile - (x - 1 + S) * HV,
                   (x > 0) & (x - 1 + S < chunks), C, BYTES, True, False)  # fmt: skip
         past = tf.slice(0, 1).load(TO_STATE)
         late = (tc.load(TO_STATE).to(gl.float32) * (past * scale)).to(gl.bfloat16)
@@ -484,7 +491,7 @@ def sweep_backward(
         finished = dvalue.to(gl.bfloat16)
         dstate, erased = warpgroup_mma_wait(0, deps=[dstate, erased])
         if CHANNELS:
-            fetch(descriptors, rings, barriers, slot, row - (x + S) * C, at_k, at_v, tile - (x + S) * HV,
+            fetch(descriptors, rings, barriers, slot, row - (x + S) * C, at_v, tile - (x + S) * HV,
                   x + S < chunks, C, BYTES, True, True)  # fmt: skip
         decay = next_decay
         previous = slot
@@ -495,7 +502,7 @@ def sweep_backward(
     tma.async_copy_shared_to_global(dout, [row - (chunks - 1) * C, at_v], so)
     tma.store_wait(0)
     if HAS_DINITIAL:
-        gl.store(dinitial + at_state, dstate)
+        gl.store(dinitial + at_state, dstate, mask=i[None, :] < K)
 
 
 @gluon.jit
@@ -517,13 +524,13 @@ def fetch_values(descriptors, tiles, barriers, slot, unit, units, x, C: gl.const
 
 
 @gluon.jit
-def fetch_keys(qs, ks, sq, sk, barriers, slot, unit, units, C: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
+def fetch_keys(qs, ks, sq, sk, barriers, slot, unit, units, C: gl.constexpr, H: gl.constexpr, PK: gl.constexpr,
                S: gl.constexpr):  # fmt: skip
     barrier = barriers.index(S + slot)
     wanted = unit < units
-    mbarrier.expect(barrier, 4 * C * K, pred=wanted)
-    tma.async_copy_global_to_shared(qs, [unit // H * C, unit % H * K], barrier, sq.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(ks, [unit // H * C, unit % H * K], barrier, sk.index(slot), pred=wanted)
+    mbarrier.expect(barrier, 4 * C * PK, pred=wanted)
+    tma.async_copy_global_to_shared(qs, [unit // H * C, unit % H, 0], barrier, sq.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(ks, [unit // H * C, unit % H, 0], barrier, sk.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -550,19 +557,20 @@ def gradients_hopper_kernel(
     programs = gl.num_programs(0)
     GROUP: gl.constexpr = HV // H
     BLOCKS: gl.constexpr = V // BV
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    PK: gl.constexpr = 64 if K <= 64 else 128
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 1, PK], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, K], gl.bfloat16)
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
+    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, PK], gl.bfloat16)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, PK // 2, 16])
     PAIR: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, C // 2, 16])
     VECTORS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     tiles_v = N * (T // C) * HV * V
-    qs = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
-    ks = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, K], KEYS)
-    dqs = tma.make_tensor_descriptor(dq, [N * T, H * K], [H * K, 1], [C, K], KEYS)
-    dks = tma.make_tensor_descriptor(dk, [N * T, H * K], [H * K, 1], [C, K], KEYS)
+    qs = tma.make_tensor_descriptor(q, [N * T, H, K], [H * K, K, 1], [C, 1, PK], KEYS)
+    ks = tma.make_tensor_descriptor(k, [N * T, H, K], [H * K, K, 1], [C, 1, PK], KEYS)
+    dqs = tma.make_tensor_descriptor(dq, [N * T, H, K], [H * K, K, 1], [C, 1, PK], KEYS)
+    dks = tma.make_tensor_descriptor(dk, [N * T, H, K], [H * K, K, 1], [C, 1, PK], KEYS)
     fs = tma.make_tensor_descriptor(factors, [N * (T // C) * HV * 4, C], [C, 1], [4, C], VECTORS)
     dvs = tma.make_tensor_descriptor(dv, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES)
     descriptors = (
@@ -570,18 +578,18 @@ def gradients_hopper_kernel(
         tma.make_tensor_descriptor(v, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES),
         tma.make_tensor_descriptor(corrections, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES),
         tma.make_tensor_descriptor(dvalues, [N * T, HV * V], [HV * V, 1], [C, BV], VALUES),
-        tma.make_tensor_descriptor(states, [tiles_v, K], [K, 1], [BV, K], STATES),
-        tma.make_tensor_descriptor(dstates, [tiles_v, K], [K, 1], [BV, K], STATES),
+        tma.make_tensor_descriptor(states, [tiles_v, K], [K, 1], [BV, PK], STATES),
+        tma.make_tensor_descriptor(dstates, [tiles_v, K], [K, 1], [BV, PK], STATES),
     )
-    sq = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
-    sk = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
+    sq = gl.allocate_shared_memory(gl.bfloat16, [2, C, 1, PK], KEYS)
+    sk = gl.allocate_shared_memory(gl.bfloat16, [2, C, 1, PK], KEYS)
     tiles = (
         gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES),
         gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES),
         gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES),
         gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES),
-        gl.allocate_shared_memory(gl.bfloat16, [S, BV, K], STATES),
-        gl.allocate_shared_memory(gl.bfloat16, [S, BV, K], STATES),
+        gl.allocate_shared_memory(gl.bfloat16, [S, BV, PK], STATES),
+        gl.allocate_shared_memory(gl.bfloat16, [S, BV, PK], STATES),
     )
     sf = gl.allocate_shared_memory(gl.float32, [2, 4, C], VECTORS)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
@@ -590,11 +598,11 @@ def gradients_hopper_kernel(
     barriers = gl.allocate_shared_memory(gl.int64, [S + 4, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(S + 4):
         mbarrier.init(barriers.index(slot), count=1)
-    BYTES: gl.constexpr = 2 * BV * (4 * C + 2 * K)
+    BYTES: gl.constexpr = 2 * BV * (4 * C + 2 * PK)
     EACH: gl.constexpr = GROUP * BLOCKS
     begin = gl.program_id(0)
     for x in gl.static_range(2):
-        fetch_keys(qs, ks, sq, sk, barriers, x, begin + x * programs, units, C, H, K, S)
+        fetch_keys(qs, ks, sq, sk, barriers, x, begin + x * programs, units, C, H, PK, S)
         fetch_factors(fs, sf, barriers, x, begin + x // GROUP * programs, units, x % GROUP, C, H, HV, S)
     for x in gl.static_range(S):
         fetch_values(
@@ -615,10 +623,10 @@ def gradients_hopper_kernel(
     for unit in range(begin, units, programs):
         chunk, kh = unit // H, unit % H
         row = chunk * C
-        tq = sq.index(key_slot)
-        tk = sk.index(key_slot)
-        dq_sum = gl.zeros([C, K], gl.float32, ACC)
-        dk_sum = gl.zeros([C, K], gl.float32, ACC)
+        tq = sq.index(key_slot).reshape([C, PK])
+        tk = sk.index(key_slot).reshape([C, PK])
+        dq_sum = gl.zeros([C, PK], gl.float32, ACC)
+        dk_sum = gl.zeros([C, PK], gl.float32, ACC)
         # Of the heads so far: what keys pass on to the state after the chunk, and all of q dq less k dk.
         keys = gl.zeros([C], gl.float32, gl.SliceLayout(1, ACC))
         total = gl.zeros([C], gl.float32, gl.SliceLayout(1, ACC))
@@ -634,7 +642,7 @@ def gradients_hopper_kernel(
             strength_flat = tf.slice(2 * C, C).load(gl.SliceLayout(1, FLAT))[:, None]
             dscores = no_pairs
             doverlaps = no_pairs
-            derased = gl.zeros([C, K], gl.float32, ACC)
+            derased = gl.zeros([C, PK], gl.float32, ACC)
             through = gl.zeros([BV], gl.float32, gl.SliceLayout(1, FLAT))
             written = gl.zeros([C], gl.float32, gl.SliceLayout(1, FLAT))
             for block in range(BLOCKS):
@@ -712,9 +720,9 @@ def gradients_hopper_kernel(
         tq.store(dq_sum.to(gl.bfloat16))
         tk.store(dk_sum.to(gl.bfloat16))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dqs, [row, kh * K], tq)
-        tma.async_copy_shared_to_global(dks, [row, kh * K], tk)
+        tma.async_copy_shared_to_global(dqs, [row, kh, 0], sq.index(key_slot))
+        tma.async_copy_shared_to_global(dks, [row, kh, 0], sk.index(key_slot))
         tma.store_wait(0)
-        fetch_keys(qs, ks, sq, sk, barriers, key_slot, unit + 2 * programs, units, C, H, K, S)
+        fetch_keys(qs, ks, sq, sk, barriers, key_slot, unit + 2 * programs, units, C, H, PK, S)
         key_slot, key_phase = advance(key_slot, key_phase, 2)
     tma.store_wait(0)

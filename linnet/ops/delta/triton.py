@@ -26,8 +26,6 @@ Where `write` is apart from `erase` (GDN-2), the values are multiplied by it fir
 the state by `erase`; their gradients are those of the products. The sweeps are again the same. Gates and decays per
 head or of none are spread over the channels for that.
 
-On Hopper keys of 65 to 127 channels get zeros behind them, up to 128, where the other conditions of its kernels hold.
-
 Decays per channel and `write` in float16, float64, mixed dtypes, and widths that are above 256 or not multiples of 8
 run in the chunked form.
 """
@@ -95,9 +93,6 @@ def delta_forward(
         return chunked.delta_forward(
             q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, return_final_state
         )
-    K = q.shape[-1]
-    if _needs_wider_keys(q, v, cu_seqlens):
-        q, k, log_decay, erase, initial_state = _widened(q, k, log_decay, erase, initial_state)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     call = _Call(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale)
     if edges := _cut(call):
@@ -105,7 +100,7 @@ def delta_forward(
     else:
         final = _sweep(call, _prepare(call, call.folds), o, call.empty_state() if return_final_state else None)
         call.launches.start()
-    return o, final[:, :, :K].contiguous() if return_final_state else None
+    return o, final if return_final_state else None
 
 
 def delta_backward(
@@ -116,46 +111,18 @@ def delta_backward(
         return chunked.delta_backward(
             q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale, do, dfinal
         )  # fmt: skip
-    inputs = q, k, v, log_decay, erase, write, initial_state
-    if _needs_wider_keys(q, v, cu_seqlens):
-        q, k, log_decay, erase, initial_state, dfinal = _widened(q, k, log_decay, erase, initial_state, dfinal)
     grads = _backward(_Call(q, k, v, log_decay, erase, write, initial_state, cu_seqlens, scale), do, dfinal)
-    if write is not None:  # gates that were spread over the channels
-        spread = zip(inputs, grads, strict=True)
-        grads = tuple(None if x is None else grad if grad.ndim == x.ndim else grad.sum(-1) for x, grad in spread)
-    shapes = (None if x is None else x.shape for x in inputs)
-    return tuple(
-        x if x is None or x.shape == shape else _narrowed(x, shape) for x, shape in zip(grads, shapes, strict=True)
-    )
+    if write is None:
+        return grads
+    inputs = q, k, v, log_decay, erase, write, initial_state
+    spread = zip(inputs, grads, strict=True)  # gates that were spread over the channels
+    return tuple(None if x is None else grad if grad.ndim == x.ndim else grad.sum(-1) for x, grad in spread)
 
 
-def _needs_wider_keys(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> bool:
-    """Whether zeros behind keys of 65 to 127 channels let the kernels for Hopper GPUs take a call."""
-    return 64 < q.shape[-1] < 128 and _suits_hopper(q, v, cu_seqlens, 128)
-
-
-def _suits_hopper(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, K: int) -> bool:
-    whole = cu_seqlens is None and q.shape[1] % choose_tiles(pad(K), pad(v.shape[-1]), q.dtype).chunk == 0
-    return is_hopper(q.device) and q.dtype == torch.bfloat16 and whole and K in (64, 128) and v.shape[-1] % 64 == 0
-
-
-def _widened(q, k, log_decay, erase, *states):
-    """The same with zeros behind the channels of keys, up to 128."""
-    channels = [x if x is None or x.ndim == 3 else _with_zeros(x, -1) for x in (q, k, log_decay, erase)]
-    return *channels, *(x if x is None else _with_zeros(x, -2) for x in states)
-
-
-def _with_zeros(x: Tensor, axis: int) -> Tensor:
-    shape, width = list(x.shape), x.shape[axis]
-    shape[axis] = 128
-    wide = x.new_empty(shape)  # `F.pad` would write the numbers of x twice
-    wide.narrow(axis, 0, width).copy_(x)
-    wide.narrow(axis, width, 128 - width).zero_()
-    return wide
-
-
-def _narrowed(grad: Tensor, shape: torch.Size) -> Tensor:
-    return grad[tuple(map(slice, shape))].contiguous()
+def _suits_hopper(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> bool:
+    K, V = q.shape[-1], v.shape[-1]
+    whole = cu_seqlens is None and q.shape[1] % choose_tiles(pad(K), pad(V), q.dtype).chunk == 0
+    return is_hopper(q.device) and q.dtype == torch.bfloat16 and whole and 64 <= K <= 128 and V % 64 == 0
 
 
 def _supports(q, k, v, log_decay, erase, write, *others: Tensor) -> bool:
@@ -192,7 +159,7 @@ class _Call:
         self.shape_flags = cu_seqlens is not None, cu_seqlens is None and self.T % C == 0
         self.channels = log_decay is not None and log_decay.ndim == 4
         self.limit = 100.0 if self.operand == torch.bfloat16 else 30.0  # exponents of 2 of the factors of a decay
-        self.on_hopper = _suits_hopper(q, v, cu_seqlens, self.K)
+        self.on_hopper = _suits_hopper(q, v, cu_seqlens)
         self.folds = self.on_hopper and not self.channels
         self.launches = Launches()
 
