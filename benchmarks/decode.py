@@ -141,7 +141,7 @@ class Requests:
         while not all(request.generated for request in requests):
             engine.advance()
         self.states, self.advance = engine.model.init_state(batch, 1, "meta"), engine.advance
-        self.write_every = choose_interval(engine.model, batch, engine.device)
+        self.write_every = choose_interval(engine.model, batch, engine.device, state_dtype)
         self.halved_bytes = engine._decoder.halved_bytes
 
 
@@ -167,7 +167,7 @@ def time_row(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     states = sum(x.numel() * x.element_size() for x in tensors(decoder.states)) - decoder.halved_bytes
     half = {"states": "bfloat16"} if decoder.halved_bytes else {}
-    moved = weights + 2 * states - batch * saved_bytes(model, decoder.write_every)
+    moved = weights + 2 * states - batch * saved_bytes(model, decoder.write_every, state_dtype)
     timing.warm_up(decoder.advance)
     # Tokens that write their states and others together: a median of single ones would leave the former out.
     rounds = decoder.write_every

@@ -19,6 +19,7 @@ from linnet.ops import gated_delta_rule, gated_delta_step
 from linnet.ops.chunks import at_least_float32
 from linnet.ops.delta import projected_delta_step
 from linnet.ops.norm import unit_norm
+from linnet.ops.stepping import Pending
 
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of softplus(bias) at initialisation
 
@@ -81,11 +82,13 @@ class DeltaMixer(ConvolvedMixer):
 
     Attributes:
         gate_activation: activation of the output gate.
+        pending_decays: what `log_decay` gives, "none", "head" or "channel", of a mixer whose writes may be delayed.
     """
 
     mixes_state = True
     tp_counts = ("num_heads", "num_v_heads")
     gate_activation = "silu"
+    pending_decays: str | None = None
 
     def __init__(self, config: DeltaConfig, context: LayerContext):
         super().__init__()
@@ -131,27 +134,33 @@ class DeltaMixer(ConvolvedMixer):
         inputs = [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         states = [state[name] for name in ("q_conv", "k_conv", "v_conv")]
         q, k, v = step_all((self.q_conv, self.k_conv, self.v_conv), inputs, states)
-        return self._read(self.token(q, k, v, x, state["matrix"]), x), state
+        return self._read(self.token(q, k, v, x, state), x), state
 
-    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor) -> Tensor:
-        """Computes one token of the recurrence from the outputs of the convolutions and the input x [B, D]; updates the
-        state in place."""
+    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: State) -> Tensor:
+        """Computes one token of the recurrence from the outputs of the convolutions and the input x [B, D]; updates
+        `matrix` or the pending tokens of the state in place."""
         return self.recurrence_step(*self.heads(q, k, v), self.log_decay(x), *self.gates(x), state)
 
     def projected_token(
-        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor, decay: Tensor | None, *gate: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: State, decay: Tensor | None, *gate: Tensor | None
     ) -> Tensor:
         """Computes `token` in one launch on a GPU where heads and gates are those of this class; `decay` are the logits
         of the decay, `gate` its rates and bias (`projected_delta_step`)."""
         q, k = (y.unflatten(-1, (self.num_heads, self.key_dim)) for y in (q, k))
         v, most = v.unflatten(-1, (self.num_v_heads, self.value_dim)), 2.0 if self.config.allow_neg_eigval else 1.0
-        strength, scale = self.beta_proj(x), self.key_dim**-0.5
-        return projected_delta_step(q, k, v, decay, *gate, strength, state, most=most, scale=scale)
+        settings = {"most": most, "scale": self.key_dim**-0.5, "pending": Pending.of(state)}
+        return projected_delta_step(q, k, v, decay, *gate, self.beta_proj(x), state["matrix"], **settings)
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         convolutions = {"q_conv": self.q_conv, "k_conv": self.k_conv, "v_conv": self.v_conv}
         spec = {"matrix": TensorSpec((batch, self.num_v_heads, self.key_dim, self.value_dim), half=True)}
         return spec | {name: short_convolution_spec(batch, *x.weight.shape) for name, x in convolutions.items()}
+
+    def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+        if self.pending_decays is None or type(self).recurrence_step is not DeltaMixer.recurrence_step:
+            return {}  # what takes its place may take several steps per token
+        keys, values = (self.num_heads, self.key_dim), (self.num_v_heads, self.value_dim)
+        return pending_tokens(batch, tokens - 1, keys, values, self.k_proj.weight.dtype, self.pending_decays)
 
     def flops_paper(self, seq_len: int) -> float:
         """Returns 2 FLOPs per weight and 10 n K per value channel for the recurrence: the 8 of gated linear attention
@@ -184,9 +193,10 @@ class DeltaMixer(ConvolvedMixer):
         gates = (log_decay, erase, write)
         return gated_delta_rule(q, k, v, *gates, scale=self.key_dim**-0.5, cu_seqlens=cu_seqlens, **states)
 
-    def recurrence_step(self, q, k, v, log_decay, erase, write, state: Tensor) -> Tensor:
-        """Computes one token of `recurrence`; updates the state in place."""
-        return gated_delta_step(q, k, v, log_decay, erase, write, state, scale=self.key_dim**-0.5)
+    def recurrence_step(self, q, k, v, log_decay, erase, write, state: State) -> Tensor:
+        """Computes one token of `recurrence`; updates `matrix` or the pending tokens of the state in place."""
+        settings = {"scale": self.key_dim**-0.5, "pending": Pending.of(state)}
+        return gated_delta_step(q, k, v, log_decay, erase, write, state["matrix"], **settings)
 
     def _read(self, o: Tensor, x: Tensor) -> Tensor:
         gate = self.gate(x)
@@ -194,6 +204,23 @@ class DeltaMixer(ConvolvedMixer):
             return self.out_proj(self.norm(o).flatten(-2))
         gate = gate.unflatten(-1, (self.num_v_heads, self.value_dim))
         return self.out_proj(norm_and_gate(self.norm, o, gate, self.gate_activation).flatten(-2))
+
+
+def pending_tokens(
+    batch: int, room: int, keys: tuple[int, int], values: tuple[int, int], dtype: torch.dtype, decays: str
+) -> dict[str, TensorSpec]:
+    """Returns the buffers of `linnet.ops.stepping.Pending` for `room` tokens.
+
+    Args:
+        keys, values: heads and their width.
+        dtype: of the keys.
+        decays: "none", "head" or "channel".
+    """
+    (key_heads, K), (heads, V) = keys, values
+    spec = {"keys": TensorSpec((batch, key_heads, room, K), dtype), "updates": TensorSpec((batch, heads, room, V))}
+    if decays == "none":
+        return spec
+    return spec | {"decays": TensorSpec((batch, heads, room, K) if decays == "channel" else (batch, heads, room))}
 
 
 @torch.no_grad()

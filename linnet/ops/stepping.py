@@ -6,23 +6,29 @@ then are pending, in buffers [B, H, N - 1, D] beside the state, and each step re
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend, compat_torch
+from linnet.ops.chunks import decay_rest
 
 PROGRAMS = 1024  # about eight per multiprocessor of a large GPU
 MOST_PENDING = 32  # tokens that a kernel looks at in one tile
 
 
-def use_kernel(op: str, state: Tensor, *inputs: Tensor | None, half: bool = False) -> bool:
+def use_kernel(
+    op: str, state: Tensor, *inputs: Tensor | None, half: bool = False, pending: "Pending | None" = None
+) -> bool:
     """Whether a kernel of `linnet.ops.<op>` takes a token: a contiguous float32 state, or bfloat16 if it takes `half`,
-    and no gradient requested."""
+    and no gradient requested; pending tokens contiguous, and not too many."""
     if not backend.use_triton(op, state.is_cuda):
         return False
     if state.dtype not in ((torch.float32, torch.bfloat16) if half else (torch.float32,)) or not state.is_contiguous():
+        return False
+    if pending is not None and not fits_kernel(*(x for x in pending if x is not None)):
         return False
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *inputs)):
         return False
@@ -84,6 +90,70 @@ def check_pending(op: str, pending: Tensor, **buffers: tuple[Tensor, Tensor]) ->
             )
     if pending.shape != (B,) or pending.dtype != torch.int32:
         raise ValueError(f"{op}: pending {list(pending.shape)} {pending.dtype}; give int32 [{B}]")
+
+
+class Pending(NamedTuple):
+    """The n < N last tokens of each sequence, which a state S [B, HV, K, V] of the delta rule or of `ssd` lacks.
+
+    A token adds its update at its key, and later tokens decay it: with them the state is
+    exp(sum of decays) S + sum_m exp(decays behind m) keys_m^T updates_m, which can be read without being written.
+
+    Attributes:
+        number: int32 [B], n; the caller counts, after the step of all layers.
+        keys: [B, H, N - 1, K] in the dtype of the keys; heads of values share them as they share keys.
+        updates: float32 [B, HV, N - 1, V].
+        decays: float32 [B, HV, N - 1] or [B, HV, N - 1, K], log-decays; None where nothing decays.
+    """
+
+    number: Tensor
+    keys: Tensor
+    updates: Tensor
+    decays: Tensor | None
+
+    @classmethod
+    def of(cls, state: dict[str, Tensor]) -> "Pending | None":
+        """Returns the pending tokens among the tensors of a layer's state; None if it has none."""
+        if "pending" not in state:
+            return None
+        return cls(state["pending"], state["keys"], state["updates"], state.get("decays"))
+
+    def check(self, op: str, k: Tensor, v: Tensor, decay: Tensor | None) -> None:
+        """Raises ValueError unless the buffers go with a token's k [B, H, K], v [B, HV, V] and decay, [B, HV] or
+        [B, HV, K]."""
+        room = self.keys.shape[2] if self.keys.ndim == 4 else 0
+        fits = {
+            "number": (self.number, (k.shape[0],), torch.int32),
+            "keys": (self.keys, (*k.shape[:2], room, k.shape[2]), k.dtype),
+            "updates": (self.updates, (*v.shape[:2], room, v.shape[2]), torch.float32),
+        }
+        if (self.decays is None) != (decay is None):
+            raise ValueError(f"{op}: pending.decays without a decay, or a decay without them; give both or neither")
+        if decay is not None:
+            fits["decays"] = (self.decays, (*decay.shape[:2], room, *decay.shape[2:]), torch.float32)
+        for name, (buffer, shape, dtype) in fits.items():
+            if buffer.shape != shape or buffer.dtype != dtype or (not room and name == "keys"):
+                shape = str(list(shape)).replace(", 0", ", N - 1")
+                raise ValueError(
+                    f"{op}: pending.{name} {list(buffer.shape)} {buffer.dtype}; give {shape} of {dtype}, N > 1 for all"
+                )
+
+    def settle(self, state: Tensor) -> None:
+        """Adds the pending tokens to the state, and leaves zeros in their place, which add nothing."""
+        there = (torch.arange(self.keys.shape[2], device=state.device) < self.number[:, None])[:, None, :, None]
+        keys = self.keys.to(state.dtype).where(there, 0.0).repeat_interleave(state.shape[1] // self.keys.shape[1], 1)
+        updates = self.updates.to(state.dtype).where(there, 0.0)
+        if self.decays is not None:
+            decays = (
+                (self.decays if self.decays.ndim == 4 else self.decays[..., None]).to(state.dtype).where(there, 0.0)
+            )
+            behind = F.pad(decays[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)
+            keys, total = keys * behind.exp(), decays.sum(2)[..., None]
+            decay = total.exp()
+            state.copy_((state * decay).addcmul_(state, decay_rest(total, decay)))
+            self.decays.zero_()
+        state.add_(keys.mT @ updates)
+        self.keys.zero_()
+        self.updates.zero_()
 
 
 def fits_kernel(pending: Tensor, *buffers: Tensor) -> bool:

@@ -13,9 +13,14 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 CONFIG = ModelConfig(
     d_model=64,
-    layout="(tnl+sglu attention+swiglu hgrn2+sglu) x2",
+    layout="tnl+sglu attention+swiglu hgrn2+sglu gdn+swiglu kda+swiglu mamba2 delta_net+swiglu gated_delta_product",
     vocab_size=67,
-    options={"attention": {"num_heads": 4, "num_kv_heads": 2}, "tnl": {"num_heads": 4}, "hgrn2": {"num_heads": 4}},
+    options={
+        "attention": {"num_heads": 4, "num_kv_heads": 2},
+        "gdn": {"num_heads": 2, "num_v_heads": 4},
+        "mamba2": {"head_dim": 16, "state": 16, "num_groups": 2},
+        **{name: {"num_heads": 4} for name in ("tnl", "hgrn2", "kda", "delta_net", "gated_delta_product")},
+    },
     init_std=0.3,
 )
 
@@ -86,6 +91,25 @@ def test_a_saved_prefix_is_a_whole_state(device, write_every, tmp_path):
     [whole] = engine.generate([prompt], settings)
     [behind] = engine.generate([prompt[6:]], settings, prefix=prefix)
     assert behind.tokens == whole.tokens
+
+
+def test_which_layers_delay_writes():
+    """Not those of several steps per token."""
+    blocks = lively().backbone.blocks
+    assert [block.mixer.name for block in blocks if not block.pending_spec(1, 4)] == [
+        "attention",
+        "gated_delta_product",
+    ]
+
+
+def test_only_recurrent_states_are_written_less_often():
+    """Not the last inputs of convolutions; a state in bfloat16 saves half."""
+    with torch.device("meta"):
+        model = CausalLM(family("mamba2")(256, 1, vocab_size=64))
+    [spec] = [spec for name, spec in model.backbone.blocks[0].state_spec(1, 1).items() if name == "ssm"]
+    buffers = pending_bytes(model, 4) // 2 + pending_bytes(model, 4) // 4
+    assert saved_bytes(model, 4) == spec.bytes * 3 // 4 - buffers
+    assert saved_bytes(model, 4, torch.bfloat16) == spec.bytes * 3 // 8 - buffers
 
 
 def test_states_are_written_every_token_unless_they_are_large():

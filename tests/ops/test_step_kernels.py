@@ -28,12 +28,15 @@ MATRIX_OPS = [*GROUPED_OPS, "lightning", "lightning_silu", "gated", "forget_gate
 
 
 class Case:
-    """An op over T tokens: `parallel` gives outputs and final states, `step` takes token t."""
+    """An op over T tokens: `parallel` gives outputs and final states, `step` takes token t.
 
-    def __init__(self, op, shape, dtype=torch.bfloat16, device="cuda", tokens=6, extreme=False):
+    `every`: a grouped op writes its state only every so many tokens, and its sequences are at different ones.
+    """
+
+    def __init__(self, op, shape, dtype=torch.bfloat16, device="cuda", tokens=6, extreme=False, every=1):
         self.generator = torch.Generator().manual_seed(sum(shape))
         self.op, self.shape, self.dtype, self.device = op, shape, dtype, device
-        self.tokens, self.extreme = tokens, extreme
+        self.tokens, self.extreme, self.every, self.pending = tokens, extreme, every, None
         make = {"scan": self._scan, "scan_complex": self._scan, "modal": self._modal}
         make |= {"convolutions": self._convolutions} | dict.fromkeys(GROUPED_OPS, self._grouped)
         make = make.get(op, self._matrix)
@@ -103,6 +106,8 @@ class Case:
         HV, wide = 2 * H, torch.float32
         q, k, v = self.normal(B, T, H, K), self.normal(B, T, H, K), self.normal(B, T, HV, V)
         states = (self.normal(B, HV, K, V, dtype=wide),)
+        if self.every > 1:
+            self.pending = self._nothing_pending(B, H, HV, K, V)
         rates = self.normal(HV, dtype=wide)
         if op == "ssd":
             return (
@@ -123,7 +128,9 @@ class Case:
                 return o + skip[:, None] * v, final
 
             def step(t, streams, constants, states):
-                return projected_ssd_step(*streams, **constants, state=states[0], steps=(0.05, 0.9))
+                return projected_ssd_step(
+                    *streams, **constants, state=states[0], steps=(0.05, 0.9), pending=self.pending
+                )
 
             return streams, constants, states, self._runs(dual, 1.0), step
         if op in ("delta", "delta_channels"):
@@ -135,7 +142,7 @@ class Case:
 
             def step(t, streams, constants, states):
                 streams = streams if channels else (*streams, None)
-                return ops.gated_delta_step(*streams, states[0], scale=scale)
+                return ops.gated_delta_step(*streams, states[0], scale=scale, pending=self.pending)
 
             return streams, {}, states, self._runs(ops.gated_delta_rule, scale), step
         tail = (K,) if op == "projected_kda" else ()
@@ -150,7 +157,8 @@ class Case:
         def step(t, streams, constants, states):
             q, k, v, strength, decay = (*streams, None)[:5]
             gates = (decay, constants.get("rates"), constants.get("bias"))
-            return projected_delta_step(q, k, v, *gates, strength, states[0], most=2.0, scale=scale)
+            settings = {"most": 2.0, "scale": scale, "pending": self.pending}
+            return projected_delta_step(q, k, v, *gates, strength, states[0], **settings)
 
         return streams, constants, states, self._runs(rule, scale), step
 
@@ -162,7 +170,24 @@ class Case:
         return run
 
     def _steps(self, step, scale):
-        return lambda t, streams, constants, states: step(*streams, states[0], **constants, scale=scale)
+        return lambda t, streams, constants, states: step(
+            *streams, states[0], **constants, scale=scale, pending=self.pending
+        )
+
+    def _nothing_pending(self, B, H, HV, K, V):
+        """Buffers in which tokens that add nothing are pending, another number in each sequence; NaN behind them."""
+        room, wide = self.every - 1, torch.float32
+        heads = None if self.op == "projected_net" else (HV, room)
+        heads = (*heads, K) if self.op in ("delta_channels", "projected_kda") else heads
+        shapes = ((H, room, K), self.dtype), ((HV, room, V), wide), (heads, wide)
+        number = torch.arange(B, dtype=torch.int32, device=self.device) % self.every
+        behind = torch.arange(room, device=self.device) >= number[:, None]
+        buffers = [None if shape is None else torch.zeros(B, *shape, dtype=dtype, device=self.device)
+                   for shape, dtype in shapes]  # fmt: skip
+        for x in buffers:
+            if x is not None:
+                x.masked_fill_(behind[(slice(None), None, slice(None), None)[: x.ndim]], float("nan"))
+        return stepping.Pending(number, *buffers)
 
     def _convolutions(self):
         B, *widths = self.shape
@@ -229,8 +254,14 @@ class Case:
             torch.full(
                 token[2 % len(token)].shape, float("nan"), dtype=self.dtype, device=self.device
             )  # memory that o will get
+            before, writes = held[0][0].clone(), None if self.pending is None else self.pending.number == self.every - 1
             with ops.use_backend("triton"), launching(""):
                 outputs.append(self.step(t, token, self.constants, tuple(x for x, _ in held)))
+            if writes is not None:
+                assert torch.equal(held[0][0][~writes], before[~writes])
+                self.pending.number.add_(1).remainder_(self.every)
+        if self.pending is not None:
+            self.pending.settle(held[0][0])
         # The launches that make keys and values round them, as the layers' parallel forms do before the op.
         rounded = self.op.startswith("projected")
         assert_near(
@@ -273,6 +304,43 @@ def test_a_state_in_bfloat16_is_rounded_once_a_token(op):
 @pytest.mark.parametrize("K, V", [(64, 64), (128, 64), (33, 47)])
 def test_states_in_bfloat16(op, K, V):
     Case(op, (2, 3, K, V)).check(half=True)
+
+
+@gpu
+@pytest.mark.parametrize("op", GROUPED_OPS)
+@pytest.mark.parametrize("K, V", [(64, 64), (96, 192), (128, 64), (33, 47)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pending_tokens(op, K, V, dtype):
+    Case(op, (5, 3, K, V), dtype, every=4).check()
+    Case(op, (65, 4, K, V), dtype, every=3, extreme=True).check()
+    Case(op, (3, 2, K, V), dtype, every=4).check(half=True)
+
+
+@pytest.mark.parametrize("op", GROUPED_OPS)
+def test_pending_tokens_settle_where_no_kernel_runs(op):
+    case = Case(op, (3, 2, 8, 8), torch.float64, "cpu", every=4, extreme=True)
+    case.states = tuple(x.double() for x in case.states)
+    expected = case.parallel(case.streams, case.constants, case.states)
+    states = tuple(x.clone() for x in case.states)
+    outputs = []
+    for t in range(case.tokens):
+        outputs.append(case.step(t, tuple(x[:, t] for x in case.streams), case.constants, states))
+        case.pending.number.add_(1).remainder_(case.every)
+    assert_near([torch.stack(outputs, 1), *states], expected, 1e-12)
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"number": torch.zeros(3, dtype=torch.int64)}, r"pending.number .*give \[3\] of torch.int32"),
+    ({"keys": torch.zeros(3, 2, 3, 7)}, r"pending.keys .*give \[3, 2, 3, 8\]"),
+    ({"updates": torch.zeros(3, 4, 2, 8)}, r"pending.updates .*give \[3, 4, 3, 8\]"),
+    ({"keys": torch.zeros(3, 2, 0, 8)}, r"give \[3, 2, N - 1, 8\]"),
+    ({"decays": None}, "give both or neither"),
+])  # fmt: skip
+def test_refuses_pending_tokens_that_do_not_go_together(wrong, message):
+    case = Case("delta", (3, 2, 8, 8), torch.float32, "cpu", tokens=1, every=4)
+    case.pending = case.pending._replace(**wrong)
+    with pytest.raises(ValueError, match=message):
+        case.step(0, tuple(x[:, 0] for x in case.streams), case.constants, case.states)
 
 
 @gpu
@@ -398,18 +466,22 @@ INTERPRETED = [
     ("modal", (2, 37, 5), {"extreme": True}),
     ("modal", (2, 512, 4), {}),
 ]
+INTERPRETED_PENDING = [*((op, (2, 2, 5, 19), True) for op in GROUPED_OPS), ("projected_delta", (3, 1, 16, 16), False)]
 INTERPRETED_HALF = ["projected_delta", "projected_ssd"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_HALF) + 1
+    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_PENDING) + len(INTERPRETED_HALF) + 1
 
 
 if __name__ == "__main__":
     for op, shape, options in INTERPRETED:
         Case(op, shape, torch.float32, "cpu", tokens=3, **options).check()
         print(op, shape, "agrees")
+    for op, shape, extreme in INTERPRETED_PENDING:
+        Case(op, shape, torch.float32, "cpu", tokens=5, extreme=extreme, every=4).check()
+        print(op, shape, "with pending tokens agrees")
     for op in INTERPRETED_HALF:
         Case(op, (1, 2, 5, 19), torch.float32, "cpu", tokens=3).check(half=True)
         print(op, "with a state in bfloat16 agrees")

@@ -317,7 +317,7 @@ class Decoder:
         if any(x.shape[0] != slots for x in self._pool):
             raise ValueError("state_spec: the first dimension of every tensor of a state must be the batch")
         # A compiled step needs states of constant structure and shape: no pending buffers, and caches in full length.
-        self.write_every = 1 if compile else choose_interval(model, slots, device)
+        self.write_every = 1 if compile else choose_interval(model, slots, device, state_dtype)
         self._pending = add_pending(model, self.states, slots, self.write_every) if self.write_every > 1 else None
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.logits = torch.zeros(slots, model.config.vocab_size, dtype=model.embedding.weight.dtype, device=device)
@@ -511,11 +511,11 @@ INTERVAL = 4  # tokens between writes; with 8, the pending tokens take the time 
 _LEAST = 2**29  # below this many bytes of state, delayed writes save nothing: caches and launches take the time
 
 
-def choose_interval(model: CausalLM, slots: int, device: torch.device) -> int:
+def choose_interval(model: CausalLM, slots: int, device: torch.device, state_dtype: torch.dtype = torch.float32) -> int:
     """Returns the tokens between two writes of a state: 1 (every token writes), or more if states are large."""
     if device.type != "cuda":
         return 1
-    return INTERVAL if slots * _deferrable_bytes(model) >= _LEAST else 1
+    return INTERVAL if slots * _deferrable_bytes(model, state_dtype) >= _LEAST else 1
 
 
 def add_pending(model: CausalLM, states: ModelState, slots: int, tokens: int) -> Tensor | None:
@@ -539,13 +539,13 @@ def pending_bytes(model: CausalLM, tokens: int = INTERVAL) -> int:
     return sum(spec.bytes for buffers in _specs(model, 1, tokens).values() for spec in buffers.values())
 
 
-def saved_bytes(model: CausalLM, tokens: int) -> int:
+def saved_bytes(model: CausalLM, tokens: int, state_dtype: torch.dtype = torch.float32) -> int:
     """Returns the average memory traffic saved, in bytes per slot and token, compared with writing at every token.
 
     On average a token reads half of the pending buffers. All tokens but the last of an interval write one place there.
     """
     buffers = pending_bytes(model, tokens)
-    return _deferrable_bytes(model) * (tokens - 1) // tokens - buffers // 2 - buffers // tokens
+    return _deferrable_bytes(model, state_dtype) * (tokens - 1) // tokens - buffers // 2 - buffers // tokens
 
 
 def _specs(model: CausalLM, slots: int, tokens: int) -> dict[str, dict[str, TensorSpec]]:
@@ -553,7 +553,8 @@ def _specs(model: CausalLM, slots: int, tokens: int) -> dict[str, dict[str, Tens
     return {layer: buffers for layer, buffers in specs.items() if buffers}
 
 
-def _deferrable_bytes(model: CausalLM) -> int:
-    """Returns the bytes of state per slot whose writes can be delayed."""
+def _deferrable_bytes(model: CausalLM, state_dtype: torch.dtype) -> int:
+    """Returns the bytes of state per slot whose writes can be delayed: not those of caches, windows and positions."""
     blocks = (model.backbone.blocks[int(layer)] for layer in _specs(model, 1, INTERVAL))
-    return sum(spec.bytes for block in blocks for spec in block.state_spec(1, 1).values())
+    specs = [spec for block in blocks for spec in block.state_spec(1, 1).values() if spec.size]
+    return sum(spec.bytes // (2 if spec.half and state_dtype == torch.bfloat16 else 1) for spec in specs)

@@ -15,7 +15,7 @@ from linnet.ops.delta.reference import delta_reference
 from linnet.ops.norm import unit_norm
 from linnet.ops.registration import register_matrix_state, register_step
 from linnet.ops.spans import cut_linear, run_form, transition
-from linnet.ops.stepping import step_widened, use_kernel
+from linnet.ops.stepping import Pending, step_widened, use_kernel
 
 __all__ = ["gated_delta_rule", "gated_delta_step", "projected_delta_step"]
 
@@ -116,6 +116,7 @@ def gated_delta_step(
     state: Tensor,
     *,
     scale: float = 1.0,
+    pending: Pending | None = None,
 ) -> Tensor:
     """One token of `gated_delta_rule`: S <- diag(exp(log_decay)) S, then S <- S + k^T (write v - (erase k) S).
 
@@ -126,6 +127,8 @@ def gated_delta_step(
         erase: [B, HV] or [B, HV, K].
         write: [B, HV] or [B, HV, V]; None for `erase`, which is then [B, HV].
         state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
+        pending: the last tokens, which the state does not hold yet; this one goes behind them, and as the last of N all
+            go into the state. None: the state is written.
 
     Returns:
         o [B, HV, V] in the dtype of v.
@@ -136,8 +139,12 @@ def gated_delta_step(
     check_shapes("gated_delta_step", q, k, v, log_decay, erase, write, "[B, ")
     check_state("gated_delta_step", q, v, state)
     gates = (log_decay, erase, write)
-    if use_kernel("delta", state, q, k, v, *gates, half=True):
-        return token_step(q, k, v, log_decay, None, None, erase, write, None, state, scale)
+    if pending is not None:
+        pending.check("gated_delta_step", k, v, log_decay)
+    if use_kernel("delta", state, q, k, v, *gates, half=True, pending=pending):
+        return token_step(q, k, v, log_decay, None, None, erase, write, None, state, scale, pending)
+    if pending is not None:
+        pending.settle(state)
     if state.dtype == torch.bfloat16:
         return step_widened(lambda wide: gated_delta_step(q, k, v, *gates, wide, scale=scale), state)
     dtype = state.dtype
@@ -167,6 +174,7 @@ def projected_delta_step(
     *,
     most: float = 1.0,
     scale: float = 1.0,
+    pending: Pending | None = None,
 ) -> Tensor:
     """`gated_delta_step` of what a layer projects: q and k get unit norm, the log-decay is -exp(rates) softplus(decay +
     bias), and a token erases and writes most sigmoid(strength). On a GPU all of it is one launch.
@@ -180,6 +188,8 @@ def projected_delta_step(
         strength: [B, HV].
         state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
         most: the largest strength, 1, or 2 where eigenvalues may be negative.
+        pending: the last tokens, which the state does not hold yet; this one goes behind them, and as the last of N all
+            go into the state. None: the state is written.
 
     Returns:
         o [B, HV, V] in the dtype of v.
@@ -189,11 +199,14 @@ def projected_delta_step(
     """
     check_shapes("projected_delta_step", q, k, v, decay, strength, None, "[B, ")
     check_state("projected_delta_step", q, v, state)
-    if use_kernel("delta", state, q, k, v, decay, rates, bias, strength, half=True):
-        return token_step(q, k, v, decay, rates, bias, strength, None, None, state, scale, most, logits=True)
+    if pending is not None:
+        pending.check("projected_delta_step", k, v, decay)
+    if use_kernel("delta", state, q, k, v, decay, rates, bias, strength, half=True, pending=pending):
+        return token_step(q, k, v, decay, rates, bias, strength, None, None, state, scale, pending, most, logits=True)
     q, k = unit_norm(q), unit_norm(k)
     log_decay = None if decay is None else log_decay_of(decay, rates, bias)
-    return gated_delta_step(q, k, v, log_decay, most * at_least_float32(strength).sigmoid(), None, state, scale=scale)
+    erase = most * at_least_float32(strength).sigmoid()
+    return gated_delta_step(q, k, v, log_decay, erase, None, state, scale=scale, pending=pending)
 
 
 def log_decay_of(decay: Tensor, rates: Tensor, bias: Tensor) -> Tensor:
@@ -206,7 +219,8 @@ def log_decay_of(decay: Tensor, rates: Tensor, bias: Tensor) -> Tensor:
 _token_step = register_step(
     "delta_step",
     "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? rates, Tensor? bias, Tensor? erase, Tensor? write, "
-    "Tensor? skip, Tensor(a!) state, float scale, float most, float least_step, float most_step, bool logits",
+    "Tensor? skip, Tensor(a!) state, Tensor? number, Tensor(b!)? keys, Tensor(c!)? updates, Tensor(d!)? decays, "
+    "float scale, float most, float least_step, float most_step, bool logits",
     "delta.step_kernel.step",
     like="v",
 )
@@ -224,6 +238,7 @@ def token_step(
     skip: Tensor | None,
     state: Tensor,
     scale: float,
+    pending: Pending | None,
     most: float = 1.0,
     steps: tuple[float, float] = (0.0, float("inf")),
     logits: bool = False,
@@ -234,9 +249,8 @@ def token_step(
     `erase`, when tokens only add to the state, they add d v. `skip` [HV] adds skip v to the output. With `logits` and
     `erase`, q and k get unit norm and erase is most sigmoid(erase).
     """
-    return _token_step(
-        q, k, v, decay, rates, bias, erase, write, skip, state, float(scale), float(most), *map(float, steps), logits
-    )
+    tensors = (q, k, v, decay, rates, bias, erase, write, skip, state, *(pending or (None,) * 4))
+    return _token_step(*tensors, float(scale), float(most), *map(float, steps), logits)
 
 
 def check_state(op: str, q: Tensor, v: Tensor, state: Tensor) -> None:

@@ -13,7 +13,7 @@ from linnet.ops.spans import cut_linear, run_form, split_rows
 from linnet.ops.ssd import chunked
 from linnet.ops.ssd.chunked import backward_flops, forward_flops, weigh
 from linnet.ops.ssd.reference import ssd_reference
-from linnet.ops.stepping import step_widened, use_kernel
+from linnet.ops.stepping import Pending, step_widened, use_kernel
 
 __all__ = ["projected_ssd_step", "ssd", "ssd_step"]
 
@@ -127,7 +127,16 @@ def _summarise_backward(q, k, v, log_decay, times, skip, initial, cu_seqlens, sc
 dual_span = cut_linear(dual, 6, 7, _decay, summary=_summarise, summary_backward=_summarise_backward)
 
 
-def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0) -> Tensor:
+def ssd_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    *,
+    scale: float = 1.0,
+    pending: Pending | None = None,
+) -> Tensor:
     """One token of `ssd`: S <- exp(log_decay) S + k^T v, o = scale q S.
 
     Args:
@@ -135,6 +144,8 @@ def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, 
         v: [B, HV, V]; H divides HV.
         log_decay: [B, HV], at most 0.
         state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
+        pending: the last tokens, which the state does not hold yet; this one goes behind them, and as the last of N all
+            go into the state. None: the state is written.
 
     Returns:
         o [B, HV, V] in the dtype of v.
@@ -146,8 +157,12 @@ def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, 
     check_state("ssd_step", q, v, state)
     if log_decay.shape != v.shape[:2]:
         raise ValueError(f"ssd_step: log_decay {list(log_decay.shape)}; give {list(v.shape[:2])}")
-    if use_kernel("ssd", state, q, k, v, log_decay, half=True):
-        return token_step(q, k, v, log_decay, None, None, None, None, None, state, scale)
+    if pending is not None:
+        pending.check("ssd_step", k, v, log_decay)
+    if use_kernel("ssd", state, q, k, v, log_decay, half=True, pending=pending):
+        return token_step(q, k, v, log_decay, None, None, None, None, None, state, scale, pending)
+    if pending is not None:
+        pending.settle(state)
     if state.dtype == torch.bfloat16:
         return step_widened(lambda wide: ssd_step(q, k, v, log_decay, wide, scale=scale), state)
     dtype = state.dtype
@@ -171,6 +186,7 @@ def projected_ssd_step(
     state: Tensor,
     *,
     steps: tuple[float, float] = (0.0, float("inf")),
+    pending: Pending | None = None,
 ) -> Tensor:
     """`ssd_step` of what Mamba-2 projects: S <- exp(-exp(rates) d) S + k^T d v with d = softplus(decay + bias) clamped
     to `steps`, o = q S + skip v. On a GPU all of it is one launch.
@@ -181,6 +197,8 @@ def projected_ssd_step(
         decay: [B, HV].
         rates, bias, skip: [HV].
         state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
+        pending: the last tokens, which the state does not hold yet; this one goes behind them, and as the last of N all
+            go into the state. None: the state is written.
 
     Returns:
         o [B, HV, V] in the dtype of v.
@@ -190,10 +208,12 @@ def projected_ssd_step(
     """
     check_grouped("projected_ssd_step", q, k, v, "[B, ")
     check_state("projected_ssd_step", q, v, state)
-    if use_kernel("ssd", state, q, k, v, decay, rates, bias, skip, half=True):
-        return token_step(q, k, v, decay, rates, bias, None, None, skip, state, 1.0, steps=steps, logits=True)
+    if pending is not None:
+        pending.check("projected_ssd_step", k, v, decay)
+    if use_kernel("ssd", state, q, k, v, decay, rates, bias, skip, half=True, pending=pending):
+        return token_step(q, k, v, decay, rates, bias, None, None, skip, state, 1.0, pending, steps=steps, logits=True)
     times, log_decay = steps_of(decay, rates, bias, steps)
-    y = ssd_step(q, k, (times[..., None] * v).to(v.dtype), log_decay, state)
+    y = ssd_step(q, k, (times[..., None] * v).to(v.dtype), log_decay, state, pending=pending)
     return (y + skip[:, None] * v).to(y.dtype)
 
 

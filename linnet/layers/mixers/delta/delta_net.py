@@ -8,7 +8,7 @@ the heads, output projection. `use_gate` puts a SiLU gate after the norm.
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerContext, register_mixer
+from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.delta import DeltaConfig, DeltaMixer
 
 
@@ -22,6 +22,8 @@ class DeltaNetConfig(DeltaConfig):
 class DeltaNet(DeltaMixer):
     """x [B, T, D] -> [B, T, D], without a decay."""
 
+    pending_decays = "none"
+
     def __init__(self, config: DeltaNetConfig, context: LayerContext):
         super().__init__(config, context)
         if config.use_gate:
@@ -30,7 +32,7 @@ class DeltaNet(DeltaMixer):
     def log_decay(self, x: Tensor) -> None:
         return None
 
-    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor) -> Tensor:
+    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: State) -> Tensor:
         return self.projected_token(q, k, v, x, state, None, None, None)
 
     def gate(self, x: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from linnet.layers.base import LayerContext, register_mixer
+from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.delta import DeltaMixer
 from linnet.layers.mixers.delta.gdn import Gdn, GdnConfig
 from linnet.layers.short_conv import ShortConv
@@ -63,7 +63,7 @@ class GatedDeltaProduct(Gdn):
 
     token = DeltaMixer.token
 
-    def recurrence_step(self, q, k, v, log_decay, erase, write, state: Tensor) -> Tensor:
+    def recurrence_step(self, q, k, v, log_decay, erase, write, state: State) -> Tensor:
         for i in range(self.steps):
             o = super().recurrence_step(q, k[:, i], v[:, i], None if i else log_decay, erase[:, i], write, state)
         return o

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Factor
-from linnet.layers.base import LayerContext, register_mixer
+from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.delta import DeltaConfig, DeltaMixer, draw_steps
 from linnet.ops.delta import log_decay_of
 
@@ -29,6 +29,8 @@ class GdnConfig(DeltaConfig):
 class Gdn(DeltaMixer):
     """x [B, T, D] -> [B, T, D], with one decay per value head."""
 
+    pending_decays = "head"
+
     full_precision = ("A_log", "dt_bias")
 
     def __init__(self, config: GdnConfig, context: LayerContext):
@@ -43,7 +45,7 @@ class Gdn(DeltaMixer):
     def log_decay(self, x: Tensor) -> Tensor:
         return log_decay_of(self.decay_proj(x), self.A_log, self.dt_bias)
 
-    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor) -> Tensor:
+    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: State) -> Tensor:
         return self.projected_token(q, k, v, x, state, self.decay_proj(x), self.A_log, self.dt_bias)
 
     def gate(self, x: Tensor) -> Tensor | None:

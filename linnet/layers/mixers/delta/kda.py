@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import added
-from linnet.layers.base import LayerContext, register_mixer
+from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.delta import DeltaConfig, DeltaMixer, draw_steps
 from linnet.ops.chunks import at_least_float32
 from linnet.ops.delta import log_decay_of
@@ -47,6 +47,7 @@ class Kda(DeltaMixer):
 
     full_precision = ("A_log", "dt_bias")
     gate_activation = "sigmoid"
+    pending_decays = "channel"
     decay_heads: Literal["num_heads", "num_v_heads"] = "num_v_heads"
 
     def __init__(self, config: KdaConfig, context: LayerContext):
@@ -84,7 +85,7 @@ class Kda(DeltaMixer):
         f = at_least_float32(f) + at_least_float32(bias)
         return self.config.lower_bound * (at_least_float32(rates).exp()[:, None] * f).sigmoid()
 
-    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Tensor) -> Tensor:
+    def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: State) -> Tensor:
         if self.config.lower_bound is not None:
             return super().token(q, k, v, x, state)
         return self.projected_token(q, k, v, x, state, *self.decay_logits(x))

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
-from linnet.layers.delta import draw_steps
+from linnet.layers.delta import draw_steps, pending_tokens
 from linnet.layers.norm import build_norm
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec, step_all
 from linnet.ops import gated_activation, rms_norm, ssd
 from linnet.ops.ssd import projected_ssd_step, steps_of
+from linnet.ops.stepping import Pending
 
 HEAD = 64
 LARGEST_RATE = 16.0  # of the decay at initialisation
@@ -150,7 +151,8 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
         inputs = [self._scaled(name[0], proj, x) for name, proj in zip(names, projections, strict=True)]
         q, k, values = self._heads(*step_all(convolutions, inputs, [state[name] for name in names]))
         logits, gates = self._scaled("dt", self.dt_proj, x), (self.A_log, self.dt_bias, self.skip)
-        y = projected_ssd_step(q, k, values, logits, *gates, state["ssm"], steps=self._limits)
+        settings = {"steps": self._limits, "pending": Pending.of(state)}
+        y = projected_ssd_step(q, k, values, logits, *gates, state["ssm"], **settings)
         return self._read(y.flatten(-2), x), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
@@ -161,6 +163,10 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
             "B_conv": short_convolution_spec(batch, keys, width),
             "C_conv": short_convolution_spec(batch, keys, width),
         }
+
+    def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+        keys, values = (self.num_groups, self.config.state), (self.num_heads, self.head_dim)
+        return pending_tokens(batch, tokens - 1, keys, values, self.B_proj.weight.dtype, "head")
 
     def flops_paper(self, seq_len: int) -> float:
         """Returns 2 FLOPs per weight and 8 n N per channel for the recurrence, the convention of paper 000."""
