@@ -208,6 +208,18 @@ def align(x: Tensor | None) -> Tensor | None:
     return x.clone() if x.data_ptr() % 16 else x
 
 
+def align_slices(x: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """As `align`, but x [M, D] or [M, H, D] may be columns of a wider tensor, each of its M slices in one piece.
+
+    Returns:
+        x or its copy, the numbers of a slice and from one slice to the next; 0 and 0 if x is in one piece.
+    """
+    if x is None or x.is_contiguous() or x.ndim not in (2, 3) or x.data_ptr() % 16:
+        return align(x), 0, 0
+    whole = x.stride(-1) == 1 and (x.ndim == 2 or x.stride(1) == x.shape[2])
+    return (x, x[0].numel(), x.stride(0)) if whole else (x.contiguous(), 0, 0)
+
+
 def pad(width: int) -> int:
     """Returns the power of two, at least 16, that a product of matrices takes for a width."""
     return max(16, triton.next_power_of_2(width))

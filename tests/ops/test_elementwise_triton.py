@@ -14,7 +14,7 @@ from linnet.models.causal_lm import build_model
 from linnet.models.recipes.registry import family
 from linnet.ops import use_backend
 from linnet.ops.activation import gated_activation
-from linnet.ops.launching import record
+from linnet.ops.launching import align_slices, record
 from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm, unit_norm
 from linnet.ops.rotation import rotate
 from linnet.ops.shares import sum_shares
@@ -139,6 +139,24 @@ def check_activation(shape, activation, dtype=torch.float32, device="cuda"):
     assert_agrees(lambda a, b: gated_activation(a, b, activation), a, b)
 
 
+def check_gates_in_wider_rows(rows, heads, width, dtype=torch.float32, device="cuda"):
+    """A gate that is columns of a product's rows is read where it is, and gives the bits of a copy."""
+    wide, x = (
+        normal(rows, 24 + heads * width + 16, dtype=dtype, device=device),
+        normal(rows, heads, width, device=device),
+    )
+    columns, x = wide[:, 24 : 24 + heads * width], x.to(dtype)
+    for gate in (columns, columns.unflatten(1, (heads, width))):
+        assert align_slices(gate) == (gate, heads * width, wide.shape[1])
+        for function in (
+            gated_activation,
+            lambda gate, x, activation: rms_norm(x, gate=gate, gate_activation=activation),
+        ):
+            with use_backend("triton"), launching(""):
+                y = function(gate, x.view(gate.shape), "silu")
+                assert torch.equal(y, function(gate.contiguous(), x.view(gate.shape), "silu"))
+
+
 def check_rotation(shape, heads, doubling, activation, positions, axes=None, dtype=torch.float32, device="cuda"):
     x = normal(*shape, dtype=dtype, device=device)
     theta = normal(heads, shape[-1] if doubling else shape[-1] // 2, device=device)
@@ -235,6 +253,13 @@ def test_norm_of_many_and_of_too_wide_rows(shape):
 @pytest.mark.parametrize("activation", ["none", "silu", "sigmoid", "relu", "relu2", "gelu"])
 def test_activation(activation, dtype):
     check_activation((3, 1111, 64), activation, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, heads, width", [(64, 8, 192), (3, 1, 40), (64, 32, 64)])
+def test_gates_in_wider_rows(rows, heads, width, dtype):
+    check_gates_in_wider_rows(rows, heads, width, dtype)
 
 
 @gpu
@@ -383,6 +408,7 @@ INTERPRETED = [
     *[(check, (9, 24, gain)) for gain in (False, True) for check in (check_kept, check_branch)],
     *[(check_shares, shape) for shape in [(1, 1, 30, 40), (2, 3, 4, 16), (400, 1, 3, 5)]],
     *[(check_activation, ((7, 301), activation)) for activation in ("none", "silu", "sigmoid", "relu")],
+    (check_gates_in_wider_rows, (3, 2, 24)),
     (check_rotation, ((2, 9, 3, 8), 3, True, "silu", 1000)),
     (check_rotation, ((2, 9, 3, 6), 1, False, "none", 1000)),
     (check_rotation, ((5, 2, 8), 2, False, "silu", 1000)),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.device import activate, activate_and_differentiate, after_previous
-from linnet.ops.launching import Launcher, align
+from linnet.ops.launching import Launcher, align, align_slices
 
 BLOCK, WARPS = 2048, 4
 
@@ -25,9 +25,9 @@ def supports(gate: Tensor, x: Tensor, activation: str) -> bool:
 
 def gated_forward(gate: Tensor, x: Tensor, activation: str) -> Tensor:
     """act(gate) * x."""
-    gate, x = align(gate), align(x)
+    (gate, *slices), x = align_slices(gate), align(x)
     y = torch.empty_like(x)
-    launch = _plan(forward_kernel, x.numel(), x.dtype, None, activation, x.device)
+    launch = _plan(forward_kernel, x.numel(), x.dtype, None, activation, x.device, *slices)
     launch(gate, x, y, x.numel())
     return y
 
@@ -57,16 +57,21 @@ def log_sigmoid_backward(x: Tensor, dy: Tensor, divisor: float) -> Tensor:
 
 
 @functools.lru_cache(1024)
-def _plan(kernel, numel: int, dtype, gradient_dtype, activation: str, device) -> Launcher:
-    return Launcher(kernel, triton.cdiv(numel, BLOCK), (activation, BLOCK), num_warps=WARPS)
+def _plan(kernel, numel: int, dtype, gradient_dtype, activation: str, device, *slices: int) -> Launcher:
+    return Launcher(kernel, triton.cdiv(numel, BLOCK), (activation, *slices, BLOCK), num_warps=WARPS)
 
 
 @triton.jit
-def forward_kernel(gate, x, y, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def forward_kernel(
+    gate, x, y, count, ACTIVATION: tl.constexpr, SLICE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """If SLICE, the gate is in pieces of so many numbers, STRIDE apart."""
     after_previous(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
-    tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+    gate_at = at // SLICE * STRIDE + at % SLICE if SLICE else at
+    tg = tl.load(gate + gate_at, mask=mask, other=0.0).to(tl.float32)
     tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + at, (activate(tg, ACTIVATION) * tx).to(y.dtype.element_ty), mask=mask)
 

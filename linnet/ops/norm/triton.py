@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.device import activate, activate_and_differentiate, after_previous
-from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
+from linnet.ops.launching import Launcher, align, align_slices, count_processors, count_shared_memory
 from linnet.ops.shares import sum_shares
 
 WIDEST = 16_384  # of a row that a program holds
@@ -53,11 +53,13 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor]:
     """y in `dtype` and h = x + residual (x itself without one). A weight [G, D] has a gain for each of G equal
     parts of the rows. With `center` it is LayerNorm, which has a bias if it has a weight."""
-    x, weight, bias, gate, residual = map(align, (x, weight, bias, gate, residual))
+    x, weight, bias, residual = map(align, (x, weight, bias, residual))
+    gate, *slices = align_slices(gate)
     h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = torch.empty_like(x, dtype=dtype)
     dtypes = _dtypes(x, residual, weight, gate, y)
-    launch = _plan_forward(x.shape[-1], x.numel(), *dtypes, gate_activation, x.device, _count_gains(weight), center)
+    kind = gate_activation, *slices
+    launch = _plan_forward(x.shape[-1], x.numel(), *dtypes, *kind, x.device, _count_gains(weight), center)
     launch(x, residual, weight, bias, gate, y, h, _count_rows(x, weight), eps)
     return y, h
 
@@ -96,13 +98,18 @@ def _count_rows(x: Tensor, weight: Tensor | None) -> int:
 
 
 @functools.lru_cache(1024)
-def _plan_forward(width, numel, x, residual, weight, gate, y, gate_activation, device, gains, center) -> Launcher:
+def _plan_forward(
+    width, numel, x, residual, weight, gate, y, gate_activation, slice_width, slice_stride, device, gains, center
+) -> Launcher:
     if width > WHOLE and residual is gate is None and not center:
         constants = (width, PART, weight is not None, gains > 1)
         return Launcher(forward_parts_kernel, numel // width, constants, num_warps=8 if width <= 4096 else 16)
     columns, rows, warps = choose_tile(width)
     kind = "absent" if gate is None else gate_activation
-    constants = (width, columns, rows, residual is not None, weight is not None, kind, gains > 1, center)
+    constants = (
+        width, columns, rows, residual is not None, weight is not None, kind, slice_width // width, slice_stride,
+        gains > 1, center,
+    )  # fmt: skip
     programs = gains * triton.cdiv(numel // width // gains, rows)
     return Launcher(forward_kernel, programs, constants, num_warps=warps)
 
@@ -133,10 +140,11 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 def forward_kernel(
     x, residual, weight, bias, gate, y, h, count, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, CENTER: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, SLICE: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
+    CENTER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """y and h of some rows; with PARTS every `count` rows have a gain of their own."""
+    """y and h of some rows; with PARTS every `count` rows have a gain of their own. If SLICE, the gates of so many rows
+    are in one piece, and STRIDE numbers behind those before them."""
     after_previous(OVERLAPS)
     block, before = tl.program_id(0), 0
     if PARTS:
@@ -162,7 +170,10 @@ def forward_kernel(
         if CENTER:
             ty += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if GATE != "absent":
-        ty *= activate(tl.load(gate + at, mask=mask, other=0.0).to(tl.float32), GATE)
+        gate_at = at
+        if SLICE:
+            gate_at = ((row + before) // SLICE * STRIDE + (row + before) % SLICE * WIDTH)[:, None] + column[None, :]
+        ty *= activate(tl.load(gate + gate_at, mask=mask, other=0.0).to(tl.float32), GATE)
     tl.store(y + at, ty.to(y.dtype.element_ty), mask=mask)
 
 
