@@ -22,7 +22,7 @@ def steps(x0, x1, x2, weight0, weight1, weight2, bias0, bias1, bias2, state0, st
     programs = B * sum(triton.cdiv(width, CHANNELS) for width in widths)
     tensors = (*inputs, *parameters, state0, state1, state2, y)
     constants = (*strides, *widths, weight0.shape[1], CHANNELS, bias0 is not None, silu)
-    launch(steps_kernel, programs, tensors, (), constants, num_warps=2)
+    launch(steps_kernel, programs, tensors, (), constants, num_warps=4)
     return y
 
 
