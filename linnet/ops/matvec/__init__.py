@@ -26,7 +26,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, counters: Tens
     Args:
         x: [..., K]; the kernels take [M, K].
         weight: [N, K]. bias: [N] or None.
-        counters: from `make_counters`, for this layer only; its calls must follow one another on one stream.
+        counters: from `make_counters`, for this layer only; its calls must follow one another on one stream, and never
+            directly what writes its weights: the kernel for one row reads weights before the kernel before has ended.
 
     Returns:
         [..., N] in the dtype of x.
@@ -34,7 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, counters: Tens
     if x.ndim == 2 and serves(x):
         if x.shape[0] == 1 and _has_kernel(x, weight, bias):
             norm = _deferred(x)
-            return _kernels().matvec(x if norm is None else norm.x, weight, bias, None, norm)
+            return _kernels().matvec(x if norm is None else norm.x, weight, bias, None, norm, counters is not None)
         if _takes_rows(x, weight, bias, [weight.shape[0]], counters):
             return _kernels().few_rows(x, weight, [weight.shape[0]], counters)[0]
     return F.linear(x, weight, bias)
@@ -53,7 +54,7 @@ def linears(
         if bias is None and len(set(sizes)) == 1:
             stack = weight.view(len(sizes), sizes[0], -1).transpose(1, 2)
             return list(torch.bmm(x.expand(len(sizes), *x.shape), stack).unbind(0))
-    return list(linear(x, weight, bias).split(sizes, -1))
+    return list(linear(x, weight, bias, counters if len(x) == 1 else None).split(sizes, -1))
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: str, counters: Tensor | None = None) -> Tensor:
@@ -62,7 +63,9 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str, counters: Tensor | 
     if serves(x) and activation in ACTIVATIONS:
         if x.shape[0] == 1 and _has_kernel(x, weight, None):
             norm = _deferred(x)
-            return _kernels().matvec(x if norm is None else norm.x, weight, None, activation, norm)
+            return _kernels().matvec(
+                x if norm is None else norm.x, weight, None, activation, norm, counters is not None
+            )
         if x.shape[0] > 1 and _takes_rows(x, weight, None, sizes, counters, activation):
             return _kernels().few_rows(x, weight, sizes, counters, activation)[0]
     return gated_activation(*linears(x, weight, sizes, None, counters), activation)

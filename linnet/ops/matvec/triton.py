@@ -29,11 +29,13 @@ def choose_tile(width: int) -> tuple[int, int, int]:
 
 
 def matvec(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, norm: DeferredNorm | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, norm: DeferredNorm | None = None,
+    early: bool = False,
+) -> Tensor:  # fmt: skip
     """x [1, K] times weight [N, K] and bias [N]: [1, N]. With an activation as `few_rows`: [1, N / 2].
 
     With a norm, whose x this is, the product is that of its result, and x + residual is written to `norm.h`.
+    If `early`, the first weights may be read before the kernel before has ended.
     """
     gated = activation is not None
     count, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -43,7 +45,7 @@ def matvec(
     _, residual, gain, h, eps = norm or (x, None, None, None, 0.0)
     constants = (
         count, width, rows, columns, even, bias is not None, gated, ACTIVATIONS.index(activation or "none"),
-        norm is not None, residual is not None, gain is not None,
+        norm is not None, residual is not None, gain is not None, early,
     )  # fmt: skip
     tensors = x, residual, gain, weight, bias, y, h
     launch(matvec_kernel, triton.cdiv(count, rows), tensors, (eps,), constants, num_warps=warps)
@@ -54,7 +56,7 @@ def matvec(
 def matvec_kernel(
     x, residual, gain, weight, bias, y, h, eps, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_GAIN: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_GAIN: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, column = program * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -64,11 +66,18 @@ def matvec_kernel(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     other = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
-    after_previous(OVERLAPS)
+    if not EARLY:
+        after_previous(OVERLAPS)
+    mask = inside[:, None] & (column < WIDTH)[None, :]
+    first = load_masked(at, column[None, :], mask, not EVEN)
+    if GATED:
+        first_up = load_masked(up, column[None, :], mask, not EVEN)
+    if EARLY:
+        after_previous(OVERLAPS)
     for start in tl.static_range(0, WIDTH, COLUMNS):
         place = start + column
         mask = inside[:, None] & (place < WIDTH)[None, :]
-        tw = load_masked(at, place[None, :], mask, not EVEN)
+        tw = first if start == 0 else load_masked(at, place[None, :], mask, not EVEN)
         tx = load_masked(x, place, place < WIDTH, not EVEN).to(tl.float32)
         if HAS_RESIDUAL:
             tx += load_masked(residual, place, place < WIDTH, not EVEN).to(tl.float32)
@@ -82,7 +91,7 @@ def matvec_kernel(
             tx *= load_masked(gain, place, place < WIDTH, not EVEN).to(tl.float32)
         total += tw.to(tl.float32) * tx[None, :]
         if GATED:
-            tw = load_masked(up, place[None, :], mask, not EVEN)
+            tw = first_up if start == 0 else load_masked(up, place[None, :], mask, not EVEN)
             other += tw.to(tl.float32) * tx[None, :]
     out, gated = tl.sum(total, 1), tl.sum(other, 1)
     if NORM:
