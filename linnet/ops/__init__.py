@@ -31,9 +31,11 @@ from linnet.ops.scan import diagonal_scan, diagonal_step
 from linnet.ops.selective_scan import selective_scan, selective_step
 from linnet.ops.shortconv import short_convolution, short_convolution_step
 from linnet.ops.ssd import ssd, ssd_step
+from linnet.ops.stepping import Pending
 
 __all__ = [
     "ModalFilter",
+    "Pending",
     "SlowPathWarning",
     "additive_attention",
     "additive_step",

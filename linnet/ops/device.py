@@ -16,7 +16,7 @@ def after_previous(OVERLAPS: tl.constexpr):
     """What follows may read the results of the kernel before, and the next kernel may start.
 
     A kernel that is started with `launch_pdl` (programmatic dependent launch) may begin before the one before it has
-    ended, so it calls this before it reads or writes anything.
+    ended, so it calls this before it reads or writes anything that a kernel before may have written.
     """
     if OVERLAPS:
         cuda.gdc_wait()

@@ -127,8 +127,8 @@ def gated_delta_step(
         erase: [B, HV] or [B, HV, K].
         write: [B, HV] or [B, HV, V]; None for `erase`, which is then [B, HV].
         state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
-        pending: the last tokens, which the state does not hold yet; this one goes behind them, and as the last of N all
-            go into the state. None: the state is written.
+        pending: the last tokens (`linnet.ops.Pending`), which the state does not hold yet; this one goes behind them,
+            and as the last of N all go into the state. None: the state is written.
 
     Returns:
         o [B, HV, V] in the dtype of v.
@@ -188,8 +188,8 @@ def projected_delta_step(
         strength: [B, HV].
         state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
         most: the largest strength, 1, or 2 where eigenvalues may be negative.
-        pending: the last tokens, which the state does not hold yet; this one goes behind them, and as the last of N all
-            go into the state. None: the state is written.
+        pending: the last tokens (`linnet.ops.Pending`), which the state does not hold yet; this one goes behind them,
+            and as the last of N all go into the state. None: the state is written.
 
     Returns:
         o [B, HV, V] in the dtype of v.

@@ -144,8 +144,8 @@ def ssd_step(
         v: [B, HV, V]; H divides HV.
         log_decay: [B, HV], at most 0.
         state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
-        pending: the last tokens, which the state does not hold yet; this one goes behind them, and as the last of N all
-            go into the state. None: the state is written.
+        pending: the last tokens (`linnet.ops.Pending`), which the state does not hold yet; this one goes behind them,
+            and as the last of N all go into the state. None: the state is written.
 
     Returns:
         o [B, HV, V] in the dtype of v.
@@ -197,8 +197,8 @@ def projected_ssd_step(
         decay: [B, HV].
         rates, bias, skip: [HV].
         state: [B, HV, K, V], float32, float64 or bfloat16: the state after the previous token; updated in place.
-        pending: the last tokens, which the state does not hold yet; this one goes behind them, and as the last of N all
-            go into the state. None: the state is written.
+        pending: the last tokens (`linnet.ops.Pending`), which the state does not hold yet; this one goes behind them,
+            and as the last of N all go into the state. None: the state is written.
 
     Returns:
         o [B, HV, V] in the dtype of v.
