@@ -188,7 +188,7 @@ def test_norms_are_left_to_the_products_that_alone_read_them(name, least):
 def kernels_on_a_cpu(monkeypatch):
     """The kernels of one row, in PyTorch."""
 
-    def product(x, weight, bias, activation=None, norm=None):
+    def product(x, weight, bias, activation, norm, early):
         if norm is not None:
             h = x if norm.residual is None else norm.h.copy_(x + norm.residual)
             x = rms_norm(h, norm.gain, eps=norm.eps)
