@@ -34,8 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, counters: Tens
     """
     if x.ndim == 2 and serves(x):
         if x.shape[0] == 1 and _has_kernel(x, weight, bias):
-            norm = _deferred(x)
-            return _kernels().matvec(x if norm is None else norm.x, weight, bias, None, norm, counters is not None)
+            return _multiply_row(x, weight, bias, None, counters)
         if _takes_rows(x, weight, bias, [weight.shape[0]], counters):
             return _kernels().few_rows(x, weight, [weight.shape[0]], counters)[0]
     return F.linear(x, weight, bias)
@@ -62,10 +61,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str, counters: Tensor | 
     sizes = [weight.shape[0] // 2] * 2
     if serves(x) and activation in ACTIVATIONS:
         if x.shape[0] == 1 and _has_kernel(x, weight, None):
-            norm = _deferred(x)
-            return _kernels().matvec(
-                x if norm is None else norm.x, weight, None, activation, norm, counters is not None
-            )
+            return _multiply_row(x, weight, None, activation, counters)
         if x.shape[0] > 1 and _takes_rows(x, weight, None, sizes, counters, activation):
             return _kernels().few_rows(x, weight, sizes, counters, activation)[0]
     return gated_activation(*linears(x, weight, sizes, None, counters), activation)
@@ -123,8 +119,11 @@ def make_counters(device: torch.device) -> Tensor:
     return torch.zeros(1024, dtype=torch.int32, device=device)
 
 
-def _deferred(x: Tensor) -> DeferredNorm | None:
-    return getattr(x, "deferred_norm", None)
+def _multiply_row(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, counters: Tensor | None
+) -> Tensor:
+    norm: DeferredNorm | None = getattr(x, "deferred_norm", None)
+    return _kernels().matvec(x if norm is None else norm.x, weight, bias, activation, norm, counters is not None)
 
 
 def _has_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
