@@ -42,7 +42,7 @@ class TensorSpec:
         counted: weight of one element in the state size of paper 004. The paper counts a complex number once and counts
             recurrent states only, so real numbers in (real, imaginary) pairs have weight 0.5, and caches and windows of
             inputs have weight 0. Integers are positions and never count.
-        half: whether `step` also takes it in bfloat16, and then rounds it once per token.
+        half: whether `step` also takes it in bfloat16, and then rounds it once each time that it writes it.
     """
 
     shape: tuple[int, ...]
@@ -336,7 +336,7 @@ class Mixer(Layer):
 
         {} means that every step writes the state. A state with these buffers also has `pending`, int32 [batch]: the
         number of pending tokens, 0 to tokens - 1, which the caller of `step` counts. The state is complete if none is
-        pending.
+        pending, so a subclass whose `step` reads the state beside what it inherits returns {}.
         """
         return {}
 

@@ -21,6 +21,8 @@ from linnet.ops.delta import projected_delta_step
 from linnet.ops.norm import unit_norm
 from linnet.ops.stepping import Pending
 
+# A class that replaces one of these may read or write the state in another way, or more than once per token.
+_TOKEN_METHODS = {"step", "token", "heads", "log_decay", "recurrence_step", "state_spec"}
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of softplus(bias) at initialisation
 
 
@@ -82,7 +84,9 @@ class DeltaMixer(ConvolvedMixer):
 
     Attributes:
         gate_activation: activation of the output gate.
-        pending_decays: what `log_decay` gives, "none", "head" or "channel", of a mixer whose writes may be delayed.
+        pending_decays: what `log_decay` gives, "none", "head" or "channel", if writes of the state may be delayed. A
+            subclass with a `step`, `token`, `heads`, `log_decay`, `recurrence_step` or `state_spec` of its own sets it
+            again; without it every token writes.
     """
 
     mixes_state = True
@@ -157,10 +161,12 @@ class DeltaMixer(ConvolvedMixer):
         return spec | {name: short_convolution_spec(batch, *x.weight.shape) for name, x in convolutions.items()}
 
     def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
-        if self.pending_decays is None or type(self).recurrence_step is not DeltaMixer.recurrence_step:
-            return {}  # what takes its place may take several steps per token
+        owner = next(kind for kind in type(self).__mro__ if vars(kind).keys() & {*_TOKEN_METHODS, "pending_decays"})
+        decays = vars(owner).get("pending_decays")
+        if decays is None:
+            return {}
         keys, values = (self.num_heads, self.key_dim), (self.num_v_heads, self.value_dim)
-        return pending_tokens(batch, tokens - 1, keys, values, self.k_proj.weight.dtype, self.pending_decays)
+        return pending_tokens(batch, tokens - 1, keys, values, self.k_proj.weight.dtype, decays)
 
     def flops_paper(self, seq_len: int) -> float:
         """Returns 2 FLOPs per weight and 10 n K per value channel for the recurrence: the 8 of gated linear attention

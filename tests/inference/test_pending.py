@@ -7,19 +7,20 @@ import torch
 
 from linnet.inference import Engine, Sampling
 from linnet.inference.decoding import INTERVAL, choose_interval, pending_bytes, saved_bytes
+from linnet.layers.mixers.delta.gdn import Gdn
 from linnet.models import CausalLM, ModelConfig, build_model, family
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 CONFIG = ModelConfig(
     d_model=64,
-    layout="tnl+sglu attention+swiglu hgrn2+sglu gdn+swiglu kda+swiglu mamba2 delta_net+swiglu gated_delta_product",
+    layout="tnl+sglu attention+swiglu hgrn2+sglu gdn+swiglu kda+swiglu mamba2 delta_net gated_delta_product gdn2",
     vocab_size=67,
     options={
         "attention": {"num_heads": 4, "num_kv_heads": 2},
         "gdn": {"num_heads": 2, "num_v_heads": 4},
         "mamba2": {"head_dim": 16, "state": 16, "num_groups": 2},
-        **{name: {"num_heads": 4} for name in ("tnl", "hgrn2", "kda", "delta_net", "gated_delta_product")},
+        **{name: {"num_heads": 4} for name in ("tnl", "hgrn2", "kda", "delta_net", "gated_delta_product", "gdn2")},
     },
     init_std=0.3,
 )
@@ -100,6 +101,22 @@ def test_which_layers_delay_writes():
         "attention",
         "gated_delta_product",
     ]
+
+
+@pytest.mark.parametrize("method", ["step", "token", "heads", "log_decay", "recurrence_step", "state_spec"])
+def test_a_subclass_with_its_own_token_says_itself_that_it_delays_writes(method):
+    """Its step may read the state, take several steps per token, or have other decays."""
+    mixer = lively().backbone.blocks[3].mixer
+    assert type(mixer) is Gdn and set(mixer.pending_spec(1, 4)) == {"keys", "updates", "decays"}
+    own = {method: lambda *_: None}
+    mixer.__class__ = type("Own", (Gdn,), own)
+    assert mixer.pending_spec(1, 4) == {}
+    mixer.__class__ = type("Other", (type(mixer),), {})
+    assert mixer.pending_spec(1, 4) == {}
+    mixer.__class__ = type("Declares", (Gdn,), own | {"pending_decays": "channel"})
+    assert mixer.pending_spec(1, 4)["decays"].shape == (1, 4, 3, mixer.key_dim)
+    mixer.__class__ = type("Renamed", (Gdn,), {"gate": lambda *_: None})
+    assert set(mixer.pending_spec(1, 4)) == {"keys", "updates", "decays"}
 
 
 def test_only_recurrent_states_are_written_less_often():

@@ -24,6 +24,7 @@ class Gdn2Config(KdaConfig):
 class Gdn2(Kda):
     """x [B, T, D] -> [B, T, D], with gates per channel."""
 
+    pending_decays = "channel"
     decay_heads = "num_heads"
 
     def __init__(self, config: Gdn2Config, context: LayerContext):
