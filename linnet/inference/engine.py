@@ -126,9 +126,9 @@ class Engine:
                 time per token on a CPU.
             graphs: decode with CUDA graphs, on a GPU.
             merge: compute layers that read the same input as one matrix product, unless `compile` is set.
-            state_dtype: of the recurrent states of slots, float32 or bfloat16. The latter rounds a state at each token,
-                and halves the memory of slots and most of the traffic of many; only the delta rule and Mamba-2 take it
-                (`TensorSpec.half`). Prompts are read, and prefixes kept, in float32.
+            state_dtype: of the recurrent states of slots, float32 or bfloat16. The latter rounds a state when it is
+                written, and halves the memory of slots and most of the traffic of many; only the delta rule and Mamba-2
+                take it (`TensorSpec.half`). Prompts are read, and prefixes kept, in float32.
             generation: how generations end; None takes what the tokenizer says, so a model without one never ends.
 
         Raises:

@@ -143,9 +143,8 @@ class Pending(NamedTuple):
         keys = self.keys.to(state.dtype).where(there, 0.0).repeat_interleave(state.shape[1] // self.keys.shape[1], 1)
         updates = self.updates.to(state.dtype).where(there, 0.0)
         if self.decays is not None:
-            decays = (
-                (self.decays if self.decays.ndim == 4 else self.decays[..., None]).to(state.dtype).where(there, 0.0)
-            )
+            decays = self.decays if self.decays.ndim == 4 else self.decays[..., None]
+            decays = decays.to(state.dtype).where(there, 0.0)
             behind = F.pad(decays[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)
             keys, total = keys * behind.exp(), decays.sum(2)[..., None]
             decay = total.exp()

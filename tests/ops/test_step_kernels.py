@@ -289,12 +289,17 @@ def test_widths(op, K, V, dtype):
     Case(op, (2, 3, K, V), dtype).check()
 
 
+@pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("op", ["delta", "delta_channels", "projected_delta", "ssd", "projected_ssd"])
-def test_a_state_in_bfloat16_is_rounded_once_a_token(op):
-    case = Case(op, (2, 3, 8, 8), torch.float32, "cpu", tokens=1)
+def test_a_state_in_bfloat16_is_rounded_once_a_token(op, every):
+    case = Case(op, (4, 3, 8, 8), torch.float32, "cpu", tokens=1, every=every)
     token, state = tuple(x[:, 0] for x in case.streams), case.states[0].bfloat16()
     wide = state.float()
+    if every > 1:
+        case.pending = stepping.Pending(case.pending.number, *(x.uniform_(-1.0, 0.0) for x in case.pending[1:]))
+    before = case.pending and stepping.Pending(*(x.clone() for x in case.pending))
     expected = case.step(0, token, case.constants, (wide,))
+    case.pending = before
     assert torch.equal(case.step(0, token, case.constants, (state,)), expected)
     assert torch.equal(state, wide.bfloat16())
 

@@ -143,10 +143,10 @@ def gated_delta_step(
         pending.check("gated_delta_step", k, v, log_decay)
     if use_kernel("delta", state, q, k, v, *gates, half=True, pending=pending):
         return token_step(q, k, v, log_decay, None, None, erase, write, None, state, scale, pending)
+    if state.dtype == torch.bfloat16:
+        return step_widened(lambda wide: gated_delta_step(q, k, v, *gates, wide, scale=scale, pending=pending), state)
     if pending is not None:
         pending.settle(state)
-    if state.dtype == torch.bfloat16:
-        return step_widened(lambda wide: gated_delta_step(q, k, v, *gates, wide, scale=scale), state)
     dtype = state.dtype
     with exact(q):
         q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))

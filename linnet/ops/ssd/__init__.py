@@ -161,10 +161,10 @@ def ssd_step(
         pending.check("ssd_step", k, v, log_decay)
     if use_kernel("ssd", state, q, k, v, log_decay, half=True, pending=pending):
         return token_step(q, k, v, log_decay, None, None, None, None, None, state, scale, pending)
+    if state.dtype == torch.bfloat16:
+        return step_widened(lambda wide: ssd_step(q, k, v, log_decay, wide, scale=scale, pending=pending), state)
     if pending is not None:
         pending.settle(state)
-    if state.dtype == torch.bfloat16:
-        return step_widened(lambda wide: ssd_step(q, k, v, log_decay, wide, scale=scale), state)
     dtype = state.dtype
     with exact(q):
         q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
