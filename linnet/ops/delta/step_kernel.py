@@ -80,7 +80,6 @@ def step_kernel(
             gate = -tl.exp(tl.load(rates + h).to(tl.float32)) * time
             if ERASE == 0:  # rounded as the values of the parallel form are
                 value = (time * value).to(v.dtype.element_ty).to(tl.float32)
-        packed = pack_decay(gate * LOG2_E, tl.float32)
     if ERASE > 0:
         if ERASE == 1:
             strength = tl.load(erase + b * erase_stride + h).to(tl.float32)
@@ -97,7 +96,7 @@ def step_kernel(
         erased = strength * key
     if ROOM == 0:
         if DECAY > 0:
-            S = decayed(S, packed if DECAY == 1 else packed[:, None], 0.0)
+            S = _decay_state(S, gate, DECAY)
         if ERASE > 0:
             value -= tl.sum(S * erased[:, None], 0)
         S += key[:, None] * value[None, :]
@@ -121,16 +120,13 @@ def step_kernel(
             if ERASE > 0:
                 value -= tl.sum(old_key * erased, 0) * update
             out += tl.sum(old_key * query, 0) * update
-        read = query
-        if DECAY > 0:
-            read = query * tl.exp(behind)
+        past = tl.exp(behind) if DECAY > 0 else 1.0
         if ERASE > 0:
-            value -= tl.sum(S * (erased * tl.exp(behind) if DECAY > 0 else erased)[:, None], 0)
-        out += tl.sum(S * read[:, None], 0) + tl.sum(key * query, 0) * value
+            value -= tl.sum(S * (erased * past)[:, None], 0)
+        out += tl.sum(S * (query * past)[:, None], 0) + tl.sum(key * query, 0) * value
         if number == ROOM:  # all pending tokens, and this one, go into the state
             if DECAY > 0:
-                packed = pack_decay(behind * LOG2_E, tl.float32)
-                S = decayed(S, packed if DECAY == 1 else packed[:, None], 0.0)
+                S = _decay_state(S, behind, DECAY)
                 behind = gate
             for m in tl.static_range(ROOM - 1, -1, -1):
                 old_key = load_masked(keys + m * K, i, i < K, not EVEN).to(tl.float32)
@@ -153,6 +149,12 @@ def step_kernel(
     if SKIPPED:
         out += tl.load(skip + h).to(tl.float32) * seen
     store_masked(o + head * V, j, out, j < V, not EVEN)
+
+
+@triton.jit
+def _decay_state(S, log_decay, DECAY: tl.constexpr):
+    packed = pack_decay(log_decay * LOG2_E, tl.float32)
+    return decayed(S, packed if DECAY == 1 else packed[:, None], 0.0)
 
 
 @triton.jit
