@@ -189,6 +189,11 @@ class Case:
                 x.masked_fill_(behind[(slice(None), None, slice(None), None)[: x.ndim]], float("nan"))
         return stepping.Pending(number, *buffers)
 
+    def fill_pending(self):
+        """Makes the pending tokens some that change the state. Returns a copy of them."""
+        self.pending = stepping.Pending(self.pending.number, *(x.uniform_(-1.0, 0.0) for x in self.pending[1:]))
+        return stepping.Pending(*(x.clone() for x in self.pending))
+
     def _convolutions(self):
         B, *widths = self.shape
         taps = 4 if self.extreme else 3
@@ -295,9 +300,7 @@ def test_a_state_in_bfloat16_is_rounded_once_a_token(op, every):
     case = Case(op, (4, 3, 8, 8), torch.float32, "cpu", tokens=1, every=every)
     token, state = tuple(x[:, 0] for x in case.streams), case.states[0].bfloat16()
     wide = state.float()
-    if every > 1:
-        case.pending = stepping.Pending(case.pending.number, *(x.uniform_(-1.0, 0.0) for x in case.pending[1:]))
-    before = case.pending and stepping.Pending(*(x.clone() for x in case.pending))
+    before = case.fill_pending() if every > 1 else None
     expected = case.step(0, token, case.constants, (wide,))
     case.pending = before
     assert torch.equal(case.step(0, token, case.constants, (state,)), expected)
@@ -332,6 +335,17 @@ def test_pending_tokens_settle_where_no_kernel_runs(op):
         outputs.append(case.step(t, tuple(x[:, t] for x in case.streams), case.constants, states))
         case.pending.number.add_(1).remainder_(case.every)
     assert_near([torch.stack(outputs, 1), *states], expected, 1e-12)
+
+
+@pytest.mark.parametrize("op", ["delta", "delta_channels", "ssd"])
+def test_autocast_does_not_reach_pending_tokens(op):
+    case = Case(op, (4, 3, 8, 8), torch.float32, "cpu", tokens=1, every=4)
+    token, state, before = tuple(x[:, 0] for x in case.streams), case.states[0].clone(), case.fill_pending()
+    expected = case.step(0, token, case.constants, case.states)
+    case.pending = before
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(case.step(0, token, case.constants, (state,)), expected)
+    assert torch.equal(state, case.states[0])
 
 
 @pytest.mark.parametrize("wrong, message", [

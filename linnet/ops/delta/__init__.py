@@ -145,10 +145,10 @@ def gated_delta_step(
         return token_step(q, k, v, log_decay, None, None, erase, write, None, state, scale, pending)
     if state.dtype == torch.bfloat16:
         return step_widened(lambda wide: gated_delta_step(q, k, v, *gates, wide, scale=scale, pending=pending), state)
-    if pending is not None:
-        pending.settle(state)
     dtype = state.dtype
     with exact(q):
+        if pending is not None:
+            pending.settle(state)
         q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
         erase, write = (
             (x if x.ndim == 3 else x[..., None]).to(dtype) for x in (erase, erase if write is None else write)

@@ -163,10 +163,10 @@ def ssd_step(
         return token_step(q, k, v, log_decay, None, None, None, None, None, state, scale, pending)
     if state.dtype == torch.bfloat16:
         return step_widened(lambda wide: ssd_step(q, k, v, log_decay, wide, scale=scale, pending=pending), state)
-    if pending is not None:
-        pending.settle(state)
     dtype = state.dtype
     with exact(q):
+        if pending is not None:
+            pending.settle(state)
         q, k = (x.to(dtype).repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
         log_decay = log_decay.to(dtype)[..., None, None]
         decay = log_decay.exp()
