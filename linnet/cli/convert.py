@@ -21,6 +21,7 @@ def convert(
     *,
     to: Target | None = None,
     out: Path | None = None,
+    mixer: list[str] | None = None,
     shard_size: str | None = None,
     allow_pickle: bool = False,
     allow_plugins: AllowPlugins = False,
@@ -43,12 +44,15 @@ def convert(
 
     [bold]linnet convert runs/deit-0123456789ab --to timm[/]: an image classifier of attention+mlp as a ViT
 
+    [bold]linnet convert mine-hf --mixer my_mixer.py:MyMixer[/]: back from transformers' format
+
     [bold]linnet convert TransNormerLLM-385M[/], then [bold]linnet generate TransNormerLLM-385M-linnet "Once"[/]
 
     Args:
         path: A run, a model folder, or a checkpoint folder with config.json.
         to: Default: hf from a run or model folder (vit from one with an image classifier), linnet from a checkpoint.
         out: A new folder. Default: PATH's name with - and the target appended, in this folder.
+        mixer (FILE.py:CLASS): The file of a mixer of your own in a checkpoint that Linnet exported; may be given again.
         shard_size: Largest file of weights that an export writes, such as 200MB. Default: 5GB.
         allow_pickle: Also read pytorch_model.bin; only if you trust its source.
     """
@@ -74,6 +78,9 @@ def convert(
     if shard_size is not None and target in ("linnet", "vit", "timm"):
         message = f"--shard-size {shard_size}: has no effect on --to {target}, which writes one file; leave it out"
         raise ConfigError([message], "convert")
+    if ours and mixer:
+        fix = f"leave it out: the config.yaml of {path} names the files of its mixers"
+        raise ConfigError([f"--mixer {mixer[0]}: has no effect on --to {target}; {fix}"], "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
     writers = Offer("exports")
     if ours and target in ("vit", "timm") and target not in writers:
@@ -91,7 +98,7 @@ def convert(
         return
     console = Console(stderr=True, soft_wrap=True)
     with console.status("reading the weights"):
-        converted = hf.convert(path, out, allow_pickle)
+        converted = hf.convert(path, out, allow_pickle, mixer or [])
     about = f"{converted.layout}: {converted.model.layout}, width {converted.model.d_model}"
     for line in (about, *(f"note: {note}" for note in converted.notes)):
         console.print(printable(line), highlight=False, markup=False)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ import torch
 from tokenizers import AddedToken
 from transformers import CONFIG_MAPPING
 
-from linnet.config import MOST_PROBLEMS, ConfigError, nearest, refuse, shown
+from linnet.config import MOST_PROBLEMS, ConfigError, checking, gather, nearest, refuse, shown
 from linnet.data import Tokenizer, load_tokenizer
 from linnet.data.chat.template import FILE as TEMPLATE
 from linnet.data.chat.template import read_template
 from linnet.hf.export import PREPROCESSOR
 from linnet.hf.layouts import FAMILIES, HEAD, LAYOUTS, MISSING, SSM, TIMM, Plan, Settings
 from linnet.hf.source import AUTHOR, Source, open_source, read_json
+from linnet.layers import load_plugin
 from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs.files import check_empty, new_folder
 from linnet.runs.folder import CLASSES
@@ -43,7 +44,7 @@ class Converted:
     notes: tuple[str, ...]
 
 
-def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Converted:
+def convert(path: str | Path, out: str | Path, allow_pickle: bool = False, plugins: Sequence[str] = ()) -> Converted:
     """Converts a checkpoint folder (config.json and weights) to a model folder. Weights keep their dtype.
 
     `model_type` in config.json selects the layout (`linnet.hf.layouts.LAYOUTS`); a file with `architecture` alone is
@@ -54,12 +55,20 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
         path: the checkpoint folder.
         out: a new or empty folder.
         allow_pickle: also read pytorch_model.bin, with `weights_only`.
+        plugins: files of the mixers that the checkpoint has from outside the package, as `linnet.layers.load_plugin`
+            takes them. This runs them; the new folder names them.
 
     Raises:
         ConfigError: lists all settings in config.json that Linnet's layers cannot express, or the tensors that are
-            missing, left over or of another shape than config.json implies. Nothing is written then.
+            missing, left over or of another shape than config.json implies; or a plugin cannot be imported, or the
+            model has no such mixer. Nothing is written then.
     """
     check_empty(Path(out), "convert")
+    mixers: dict[str, str] = {}
+    with checking("convert") as problems:
+        for plugin in plugins:
+            with gather(problems):
+                mixers[plugin] = load_plugin(plugin)
     source = open_source(path, allow_pickle)
     kind = source.config.get("model_type")
     if kind is None and isinstance(source.config.get("architecture"), str):
@@ -90,6 +99,9 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     settings.flag("tie_word_embeddings", False)
     plan = read(settings)
     settings.check()
+    unused = [plugin for plugin, name in mixers.items() if name not in plan.model.options]
+    what = f"has no effect: the layout {plan.model.layout!r} does not have its mixer; leave it out"
+    refuse([f"--mixer {plugin}: {what}" for plugin in unused], "convert")
     shapes = _check_tensors(plan, source, head if settings.tied else "")
     notes = [
         f"{what} was left out: {count} tensors {pattern}"
@@ -118,7 +130,7 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     tensors = Streamed({name: source.dtypes[plan.parts[name].names[0]] for name in shapes}, shapes, read_part)
     out = Path(out)
     with new_folder(out, "convert") as folder:
-        write_model(folder, plan.model, tensors, tokenizer, generation=generation)
+        write_model(folder, plan.model, tensors, tokenizer, list(mixers), generation)
         refuse(bad_weights(bad, len(shapes)), str(source.path))
         if template is not None:
             (folder / TEMPLATE).write_text(template, encoding="utf-8")

@@ -6,7 +6,8 @@ text, loss, and how to load the model. The license is the user's to choose, so i
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 import linnet
 from linnet.config import ConfigError, nearest
@@ -62,10 +64,22 @@ def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False, sh
     model, ends = wrap(causal, config), _ends(tokenizer, loaded.generation)
     model.config.update(ends)
     model.generation_config = _generation(ends, loaded.generation.sampling)
-    with new_folder(out, "export") as folder:
+    with new_folder(out, "export") as folder, _without_bars():
         model.save_pretrained(folder, max_shard_size=size)
         _write_rest(path, folder, out.resolve().name, causal, tokenizer, own_code=True)
     return out
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hides the progress bars of transformers: a command that writes a folder prints its path alone."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def export_as(

@@ -12,7 +12,9 @@ from hf_folders import random_tensors, write_folder
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.runs import load_model
+from linnet.layers import load_plugin
+from linnet.models import ModelConfig, build_model
+from linnet.runs import RunFolder, load_model, save_model
 from linnet.runs.files import UNFINISHED
 from linnet.train import TrainConfig, train
 
@@ -46,6 +48,7 @@ def test_a_run_goes_to_transformers_and_back(convert, run, tmp_path):
     done = convert(run, "--to", "hf")
     assert done.exit_code == 0, done.output
     folder = tmp_path / f"{run.name}-hf"
+    assert "shards:" not in done.stderr  # a bar of transformers
     assert done.stdout.strip().endswith(folder.name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     words = transformers.AutoTokenizer.from_pretrained(folder)
@@ -60,6 +63,26 @@ def test_a_run_goes_to_transformers_and_back(convert, run, tmp_path):
     back, its_tokenizer = load_model("back")
     assert torch.equal(back(tokens)[0], model(tokens)[0])
     assert its_tokenizer.encode(text).tolist() == tokenizer.encode(text).tolist()
+
+
+def test_a_mixer_of_ones_own_comes_back_with_its_file(convert, tmp_path):
+    spec = f"{Path(__file__).parents[2] / 'examples' / 'my_mixer.py'}:MyMixer"
+    settings = {"d_model": 16, "layout": "my_mixer+swiglu x1", "options": {load_plugin(spec): {"num_heads": 2}}}
+    model = build_model(ModelConfig.model_validate(settings | {"vocab_size": 20}), seed=0)
+    save_model(tmp_path / "mine", model.config, model.state_dict(), plugins=[spec])
+    assert convert("mine", "--out", "theirs").exit_code == 0
+    back = convert("theirs", "--mixer", spec, "--out", "back")
+    assert back.exit_code == 0 and RunFolder.open("back").config["plugins"] == [spec], back.output
+    tokens = torch.arange(6)[None]
+    assert torch.equal(load_model("back")[0](tokens)[0], model.eval()(tokens)[0])
+    Path("other.py").write_text(Path(spec.rpartition(":")[0]).read_text().replace('"my_mixer"', '"another"'))
+    for arguments, reason in (
+        (("theirs", "--mixer", "lacking.py:A"), "lacking.py does not exist"),
+        (("theirs", "--mixer", spec, "--mixer", "other.py:MyMixer"), "--mixer other.py:MyMixer: has no effect"),
+        (("mine", "--mixer", spec), "has no effect on --to hf"),
+    ):
+        done = convert(*arguments, "--out", "none")
+        assert done.exit_code == 2 and reason in " ".join(done.stderr.split()), done.output
 
 
 def test_a_checkpoint_becomes_a_model_folder(convert, tmp_path):
