@@ -37,7 +37,7 @@ def test_trains_a_file_and_shows_the_result_again(linnet):
     assert done.exit_code == 0, done.output
     [folder] = Path("runs").glob("tnl-*")
     result = RunFolder(folder).result()
-    assert f"held-out loss {result['loss']:.4f}" in done.output
+    assert f"held-out loss {result['loss']:.4f}" in done.output and done.output.count("held-out loss") == 1
     assert str(folder) in done.output.replace("\n", "")
     assert "10 steps of 4 x 32 tokens = 1,280 tokens" in done.output
     again = linnet("run.yaml")

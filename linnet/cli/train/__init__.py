@@ -196,7 +196,7 @@ def _show_training(settings, train, json_: bool) -> None:
 
     console, objective = Console(stderr=json_, soft_wrap=True), find_objective(settings)
     show_plan = functools.partial(_show_plan, settings, objective, console)
-    with TerminalProgress(console, objective.units, objective.SCORES, show_plan) as progress:
+    with TerminalProgress(console, objective.units, objective.SCORES, show_plan, summary=not json_) as progress:
         folder = train(progress)
     result = folder.result()
     shown = ("loss", *objective.SCORES, objective.units, "seconds", "steps")

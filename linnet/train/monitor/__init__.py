@@ -258,13 +258,15 @@ class TerminalProgress:
         units: str = "tokens",
         scores: Mapping[str, str] | None = None,
         before: Callable[[int], None] | None = None,
+        summary: bool = False,
     ):
         """
         Args:
             units, scores: `units` and `SCORES` of the objective (`linnet.train.objective.RunObjective`).
             before: is called with the number of steps before the first one, when all checks have passed.
+            summary: the caller shows the result, so the held-out loss of the last step is left to it.
         """
-        self._before = before
+        self._before, self._summary = before, summary
         self._console, self._units, self._scores = console, units, scores or {}
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -315,7 +317,8 @@ class TerminalProgress:
                 for key, words in self._scores.items()
             ]
             loss = f"[bold]{row['validation_loss']:.4f}[/]"
-            self._say(f"step {row['step']:>7,}  held-out loss {loss}{''.join(scores)}")
+            if not self._summary or row["step"] != self._steps:
+                self._say(f"step {row['step']:>7,}  held-out loss {loss}{''.join(scores)}")
             self._bar.update(
                 self._task, description="training", completed=row["step"], total=self._steps or None, state=""
             )
