@@ -266,12 +266,13 @@ class RecallEvaluator(RecallConfig, Evaluator):
         return {f"recall-{task}.{metric}" for task in self.tasks for metric in ("choice", "accuracy")}
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.retrieval.recall import cells, drawn_digest, run_recall, to_results
+        from linnet.evaluate.retrieval.recall import cells, drawn_digest, left_out, run_recall, to_results
 
         with progress("sequences", sum(self.samples for _ in cells(self))) as meter:
             accuracies = run_recall(session.model, session.tokenizer, self, progress=meter)
         asked = self.model_dump() | {"precision": session.precision}
-        detail = {"cells": [cell.to_dict() for cell in accuracies]}
+        missing = left_out(self, accuracies)
+        detail = {"cells": [cell.to_dict() for cell in accuracies], "not_measured": missing}
         return Evaluation(self.kind, session.about, asked, to_results(accuracies), detail, drawn_digest(self))
 
 

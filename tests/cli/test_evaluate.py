@@ -127,10 +127,15 @@ def test_recall_is_asked_of_models_without_a_tokenizer_too(folder, tmp_path):
         assert {one["task"] for one in record["results"]} >= {"recall-mqar", "recall-selective_copying"}
         cells = {(one["task"], one["length"], one["pairs"]): one for one in record["detail"]["cells"]}
         assert cells["mqar", 16, 4]["chance"] == 0.25 and ("mqar", 16, 8) not in cells
+        missing = {(one["task"], one["length"], one["pairs"]) for one in record["detail"]["not_measured"]}
+        assert ("mqar", 16, 8) in missing and not missing & cells.keys() and len(missing) + len(cells) == 5 * 2 * 2
         [kept] = (path / "evaluations").glob("recall-*.json")
         assert json.loads(kept.read_text()) == record
     shown = call("recall", folder / "tnl", *arguments).stdout
     assert "among all tokens" in shown and "mqar" in shown and "(0.25)" in shown
+    assert "8 keys" in shown and "8 to copy" in shown and "not measured, too short: " in shown
+    shown = call("recall", folder / "tnl", "--lengths", "16,256", "--pairs", "4,64", "--samples", 1).stdout
+    assert "too few words" in shown and "not measured, too few words: the model has fewer tokens" in shown
 
 
 def test_common_words_are_asked_like_needles(folder):

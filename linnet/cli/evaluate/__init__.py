@@ -231,7 +231,8 @@ def recall(
     Args:
         run (RUN): A run folder, or a folder of linnet convert.
         lengths: Tokens per sequence: FROM:TO:HOW MANY, or a list with commas.
-        pairs: Pairs of keys and values per sequence, a list with commas.
+        pairs: Pairs of keys and values per sequence of MQAR, keys and values to draw from in the other recall tasks,
+            tokens to copy; a list with commas.
         samples: Sequences per cell, that is per length and number of pairs.
     """
     from linnet.evaluate.evaluators import RecallEvaluator

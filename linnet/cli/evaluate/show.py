@@ -110,20 +110,30 @@ def _show_needle(record: Evaluation, path: Path) -> None:
 
 
 def _show_recall(record: Evaluation, path: Path) -> None:
-    console, results = Console(), record.detail["cells"]
+    console, asked = Console(), record.asked
+    found = {(cell["task"], cell["length"], cell["pairs"]): cell for cell in record.detail["cells"]}
+    missing = {(row["task"], row["length"], row["pairs"]): row["reason"] for row in record.detail["not_measured"]}
     console.print("accuracy among all tokens, accuracy among the values in the sequence (in parentheses: by guessing)")
-    for task in dict.fromkeys(cell["task"] for cell in results):
-        cells = {(cell["length"], cell["pairs"]): cell for cell in results if cell["task"] == task}
-        lengths = sorted({length for length, _ in cells})
+    units = {"mqar": "pairs", "selective_copying": "to copy"}
+    for task in dict.fromkeys(asked["tasks"]):
+        lengths = sorted(set(asked["lengths"]))
         table = make_table(task, *(f"#{length:,} tokens" for length in lengths), style=BOLD)
         table.columns[0].min_width = 17
-        for pairs in sorted({pairs for _, pairs in cells}):
-            table.add_row(f"{pairs:,} pairs", *(_cell(cells.get((length, pairs))) for length in lengths))
+        for pairs in sorted(set(asked["pairs"])):
+            places = ((task, length, pairs) for length in lengths)
+            cells = (missing.get(place) or _cell(found[place]) for place in places)
+            table.add_row(f"{pairs:,} {units.get(task, 'keys')}", *cells)
         console.print(table)
+    if {"in_context_recall", "noisy_recall", "fuzzy_recall"}.intersection(asked["tasks"]):
+        console.print("keys: what a sequence draws its keys from, and as many values", highlight=False)
+    reasons = {"too short": "the length does not hold a sequence with so many"}
+    reasons["too few words"] = "the model has fewer tokens of visible text than a sequence needs"
+    for reason in sorted(set(missing.values())):
+        console.print(f"not measured, {reason}: {reasons[reason]}", highlight=False)
 
 
-def _cell(cell: dict | None) -> str:
-    return "-" if cell is None else f"{cell['accuracy']:.2f} {cell['choice']:.2f} ({cell['chance']:.2f})"
+def _cell(cell: dict) -> str:
+    return f"{cell['accuracy']:.2f} {cell['choice']:.2f} ({cell['chance']:.2f})"
 
 
 def _show_tasks(record: Evaluation, path: Path) -> None:

@@ -14,6 +14,7 @@ values.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -172,6 +173,17 @@ def run_recall(
     if not (fitting := [cell for cell in answered if cell is not None]):
         raise _too_few(words, config)
     return fitting
+
+
+def left_out(config: RecallConfig, found: list[Cell]) -> list[dict]:
+    """Returns the cells of a configuration that `run_recall` did not measure, each with its reason."""
+    measured = {(cell.task, cell.length, cell.pairs) for cell in found}
+    rows = []
+    for place in itertools.product(config.tasks, config.lengths, config.pairs):
+        if place not in measured:
+            reason = "too short" if _task(*place) is None else "too few words"
+            rows.append({**dict(zip(("task", "length", "pairs"), place, strict=True)), "reason": reason})
+    return rows
 
 
 def to_results(found: list[Cell]) -> tuple[Result, ...]:
