@@ -1,4 +1,4 @@
-"""The display of a running study: one bar with the time left, and one line per finished run."""
+"""The display of a running study: a bar with the time left, or now and then a line; and a line per finished run."""
 
 import contextlib
 import time
@@ -11,6 +11,7 @@ from linnet.runs.record import last_rows
 from linnet.study.ladder import PlannedRun
 
 POLL = 2.0  # seconds between two reads of the records of running runs
+QUIET = 30.0  # seconds between two lines if the output is not a terminal
 
 
 class StudyProgress:
@@ -29,7 +30,7 @@ class StudyProgress:
         self.total = sum(self.weight.values())
         self.finished: set[str] = set()
         self.partial: dict[str, float] = {}
-        self.started = self.polled = time.monotonic()
+        self.started = self.polled = self.printed = time.monotonic()
         self.before = 0.0  # work of resumed runs that was done before the start
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -58,15 +59,22 @@ class StudyProgress:
         self._look()
         count = f"{len(self.finished)}/{len(self.runs)}"
         left = "" if self.console.is_terminal else self._left()
-        rest = f"  [dim]{left}[/]" if left else ""
-        self.console.print(f"{count:>7}  {text}{rest}", highlight=False, soft_wrap=True)
+        self._print(f"{count:>7}  {text}", left)
         self._refresh()
 
     def tick(self) -> None:
-        """Updates the bar, on a terminal."""
+        """Updates the bar; without a terminal, prints a line if none was printed for a while."""
         if self.console.is_terminal and time.monotonic() - self.polled > POLL:
             self._look()
             self._refresh()
+        elif not self.console.is_terminal and time.monotonic() - self.printed >= QUIET:
+            self._look()
+            count, running = f"{len(self.finished)}/{len(self.runs)}", f"{len(self.partial)} running"
+            self._print(f"{count:>7}  {running}, {self._done() / self.total:.0%} of the work", self._left())
+
+    def _print(self, text: str, left: str) -> None:
+        self.printed = time.monotonic()
+        self.console.print(f"{text}  [dim]{left}[/]" if left else text, highlight=False, soft_wrap=True)
 
     def _look(self) -> None:
         """Reads the progress of the running runs from their records."""

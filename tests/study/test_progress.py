@@ -25,3 +25,18 @@ def test_what_was_done_before_does_not_count_for_the_pace(tmp_path, monkeypatch,
         now[0] += 10
         shown.line("a", "done")
     assert left in console.file.getvalue()
+
+
+def test_a_line_now_and_then_while_runs_train_without_a_terminal(tmp_path, monkeypatch):
+    runs = [SimpleNamespace(run=name, flops=10.0) for name in "ab"]
+    now = [100.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    console = Console(file=io.StringIO(), width=100)
+    with StudyProgress(runs, tmp_path, None, 1, console) as shown:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "metrics.jsonl").write_text('{"epoch": 1, "flops": 5.0}\n')
+        for _ in range(119):
+            now[0] += 0.5
+            shown.tick()
+    [line] = console.file.getvalue().splitlines()
+    assert line == "    0/2  1 running, 25% of the work  about 2 min left"
