@@ -45,6 +45,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 F = TypeVar("F", bound=Callable)
 C = TypeVar("C", bound=Config)
+WIDEST = 22  # choices of more characters are listed in the text of the help; as a metavar they would fold within words
 _ENTRY = re.compile(r"(?P<name>\w+)(?: \((?P<metavar>\S+)\))?: (?P<help>.*?)(?: \(default: (?P<default>.*)\)\.)?")
 
 Count = Annotated[int, typer.Option(min=1)]
@@ -94,7 +95,7 @@ def default_verb(verb: str, keep_help: bool = False) -> type[TyperGroup]:
     """Returns a group of commands that takes arguments without the name of a command as those of `verb`.
 
     Args:
-        keep_help: whether --help is that of the group, and not of `verb`.
+        keep_help: whether --help is that of the group, and not of `verb`, at whose end the other commands stand.
     """
 
     class Group(TyperGroup):
@@ -103,6 +104,15 @@ def default_verb(verb: str, keep_help: bool = False) -> type[TyperGroup]:
         def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
             known = (*self.commands, *ctx.help_option_names) if keep_help else self.commands
             return super().parse_args(ctx, args if args and args[0] in known else [verb, *args])
+
+        def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+            command = super().get_command(ctx, cmd_name)
+            if command is None or cmd_name != verb or keep_help:
+                return command
+            command, others = copy.copy(command), (one for one in self.commands.items() if one[0] != verb)
+            about = (f"[bold]{ctx.command_path} {name}[/]  {one.get_short_help_str(200)}" for name, one in others)
+            command.epilog = "\n\n".join([*([command.epilog] if command.epilog else []), "Further commands:", *about])
+            return command
 
     return Group
 
@@ -156,6 +166,11 @@ def _described(parameter: inspect.Parameter, text: Mapping[str, str]) -> inspect
     if "help" in text:
         info.help = text["help"] + ("." if "default" in text else "")
     info.metavar = text.get("metavar", info.metavar)
+    choices = list(_choices(kind))
+    if info.metavar is None and len("|".join(choices)) > WIDEST:
+        info.metavar = "NAME"
+        if not all(re.search(rf"\b{choice}\b", info.help or "") for choice in choices):
+            info.help = f"{info.help or ''} One of {', '.join(choices)}.".lstrip()
     info.show_default = text.get("default", info.show_default)
     flag = parameter.name.endswith("_") or (kind is bool and not parameter.default)
     if isinstance(info, OptionInfo) and info.default is not ...:  # the first flag
@@ -164,6 +179,15 @@ def _described(parameter: inspect.Parameter, text: Mapping[str, str]) -> inspect
         info.param_decls = (f"--{parameter.name.rstrip('_').replace('_', '-')}",)
     info.default = ... if parameter.default is parameter.empty else parameter.default
     return parameter.replace(annotation=kind, default=info, kind=parameter.KEYWORD_ONLY)
+
+
+def _choices(kind: Any) -> Iterator[str]:
+    """Yields the values that a type allows, if it is a Literal, or a list of one, or has None beside it."""
+    for part in get_args(kind):
+        if get_origin(kind) is Literal:
+            yield str(part)
+        else:
+            yield from _choices(part)
 
 
 def _bare(kind: Any) -> tuple[Any, list]:

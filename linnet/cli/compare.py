@@ -41,7 +41,7 @@ def compare(
 
     Args:
         runs (RUN...): Run folders with evaluations (linnet evaluate).
-        out (PATH): The page, or a folder for index.html; pictures go beside it.
+        out (PATH): The page, or a folder for index.html; pictures go beside it (default: index.html in comparison).
         page: Write the page (needs the extra study).
         depth_ratio: Needles: weight of a depth relative to the one before.
         length_ratio: Needles: weight of a length relative to the one before.

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 from children import Child
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -40,6 +41,27 @@ def test_help_names_every_option(verb):
     for parameter in VERBS[verb].values():
         if parameter.param_type_name == "option" and not parameter.hidden:
             assert parameter.opts[0] in result.output and parameter.help, parameter.name
+
+
+@pytest.mark.parametrize("group", sorted({verb.partition(" ")[0] for verb in VERBS if " " in verb}))
+def test_help_of_a_group_names_its_commands(group):
+    """Also where the group takes the arguments of one command without its name, and --help is that command's."""
+    shown = CliRunner().invoke(app, [group, "--help"]).output
+    default = getattr(type(get_command(app).commands[group]), "default", None)
+    names = {verb.partition(" ")[2] for verb in VERBS if verb.startswith(f"{group} ")} - {default}
+    assert not [name for name in names if name not in shown]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_is_whole_at_80_columns(verb, monkeypatch):
+    """A word that is wider than its column would be cut, and a long list of choices folded within a choice."""
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, [*verb.split(), "--help"]).output.replace("--no-allow-plu…", "")
+    assert "…" not in shown.replace("no-allow-plugin…", "")  # the default of corpus score's pair of flags
+    context = typer.Context(COMMANDS[verb])
+    for parameter in VERBS[verb].values():
+        if parameter.param_type_name == "option":
+            assert parameter.display_type_rich(ctx=context) in shown, parameter.name
 
 
 @pytest.mark.parametrize(

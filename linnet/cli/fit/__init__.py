@@ -108,25 +108,25 @@ def fit(
 
     Args:
         table (TABLE|STUDY): A CSV, JSONL or JSON file of runs (or the same with .gz), or a study folder.
-        method (all|power|isoflop|envelope|parametric): [bold]isoflop[/]: a parabola in each budget.
+        method (METHOD): [bold]isoflop[/]: a parabola in each budget.
             [bold]envelope[/]: the lower edge of training curves. [bold]power[/]: the lowest loss of each budget.
             [bold]parametric[/]: L = E + A/N^alpha + B/D^beta. [bold]all[/] of them.
         columns (NAME=COLUMN,...): Which column is what:
-            N=..,D=..,C=..,loss=..,architecture=..,run=..,N_total=..,budget=.. (D or C may be absent: C = 6ND). Usual
-            names are found without it; NAME= ignores the column.
+            N, D, C, loss, architecture, run, N_total or budget, each with its column (D or C may be absent:
+            C = 6ND). Usual names are found without it; NAME= ignores the column.
         max_loss: Leave out rows with a higher loss.
         min_tokens_per_param: Leave out rows with fewer tokens per parameter.
         exclude (COLUMN=VALUE): Leave out the rows with this value of a column, such as run=NAME; * stands for any text.
             May be given again. A column `exclude` in the table does the same.
         best_of: Keep the lowest loss of each architecture, N and D (after a sweep).
-        loss_unit (nats|bits|perplexity|any): Unit of the losses: bits and perplexity are converted to nats; any is not
-            checked (default: nats).
+        loss_unit (UNIT): Unit of the losses: nats, bits, perplexity or any. Bits and perplexity are converted to nats;
+            any is not checked (default: nats).
         budgets (1e18,3e18,...): Budgets in FLOPs; without it, found from the table.
         bootstrap: Resamples for the 95 % intervals; 0 for none.
         seed: Seed of the resampling.
         count (non-embedding|total): Which parameters N counts.
-        flops (exact|paper|causal|6nd|004): C as in the table; as paper 000 counts it; without the pairs of tokens that
-            the causal mask of attention hides; 6ND; or as paper 004 counts it.
+        flops (COUNT): exact: C as in the table. paper: as paper 000 counts it. causal: without the pairs of tokens that
+            the causal mask of attention hides. 6nd: 6ND. 004: as paper 004 counts it.
         hold_out: What the held-out test predicts: a fraction of the points (those of largest C), or everything above
             a number of FLOPs (default: 0.2).
         window (auto|all|sizes|loss): Runs of a budget that a parabola is fitted to: all, three sizes on each side of
@@ -143,7 +143,7 @@ def fit(
         reference: Architecture that laws compare the others with (default: the first by name, or of the study).
         architectures (NAME,...): Only these architectures, with commas between.
         predict (N=..,D=..): Predict the loss at N parameters and D tokens, from the surface. May be given again.
-        downstream: Fit metrics of tasks: compute to loss, and loss to the column `value` (docs/scaling-laws.md).
+        downstream: Fit metrics of tasks: compute to loss, and loss to the column `value`; see docs/scaling-laws.md.
         chance: With --downstream: share of right answers by guessing; without it, errors are fitted.
         out: With --downstream: write a page with figures.
         as_json: Print everything as JSON, by parameter name.

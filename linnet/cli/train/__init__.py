@@ -67,7 +67,7 @@ def train(
             [bold]--set objective=chat[/] also its chat template.
         data (PATH): Data to train on, of text: a file, folder, quoted glob or hf:NAME; may be given again. Default:
             CONFIG's, or the source text of Python's standard library.
-        set_ (KEY=VALUE): Change a setting: --set steps=500 --set optimizer.learning_rate=3e-3; may be given again.
+        set_ (KEY=VALUE): Change a setting, such as optimizer.learning_rate=3e-3 or steps=500; may be given again.
         extend (RUN): Continue this run to more steps, in its folder: --extend RUN --set steps=N.
         device: auto (the GPU if there is one), cpu or cuda (default: auto).
         devices: Train on this many devices of this machine: GPUs, or processes with --device cpu.
@@ -78,7 +78,7 @@ def train(
         cache: Folder of prepared corpora.
         plan: Print memory, traffic and time on --devices GPUs, without a GPU, and stop.
         gpu: The GPU of --plan: b200, gb200, h200, h100, a100, a100-40, mi300x, rtx5090, rtx4090, or auto for the one
-            here; h200,speed=520,link=272,network=25 sets TFLOP/s and GB/s.
+            here; also with TFLOP/s and GB/s of yours: h200,speed=520, then link=272 or network=25.
         memory (GIB): GiB of one GPU, for --plan (default: by --gpu).
         coordinate_check: Train ten steps at widths 64 to 512, show whether activations keep their size, and stop.
         json_: Print the result as one JSON object.

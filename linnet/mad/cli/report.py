@@ -78,12 +78,12 @@ def correlate(
         study: The folder that linnet study made, of the same architectures.
         at: FLOPs at which losses are compared. Default: the largest that all laws were fitted to.
         pair (SCORED=STUDIED): Where the study has another name: --pair mad-gla-swiglu=gla; may be given again.
-        metric (accuracy|macro_batch|loss): Metric of a run, on the test split; loss is in nats per target, and also
+        metric (METRIC): accuracy, macro_batch or loss of a run, on the test split; loss is in nats per target, and also
             shown as perplexity.
         legacy: Select runs on the test split, as the published implementation did.
         bootstrap: Resamples for the 95 % intervals; 0 for none.
         seed: Seed of the resampling.
-        out: The page; the pictures go beside it. Default: FOLDER/report/correlate.html.
+        out: The page; the pictures go beside it. Default: correlate.html in FOLDER/report.
         page: Write a page with the scatter of scores and losses.
         as_json: Print one JSON object, in full precision.
     """

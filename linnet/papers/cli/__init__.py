@@ -300,7 +300,6 @@ EXAMPLES = {
     "linnet reproduce 002 table5 --data wikitext-2=FOLDER": "with data of yours; --plan names those that are missing",
     "linnet reproduce 002 table7 --only listops --seeds 0,1,2": "some steps; --plan lists those of an item",
     "linnet reproduce mine table1 --items FOLDER": "an item of your own: FOLDER/mine/table1.yaml (docs/reproduce.md)",
-    "linnet reproduce report": "one page of all that was run",
 }
 
 
@@ -335,7 +334,7 @@ def items(
 
     Args:
         paper (PAPER): 000 to 004; without ITEM, its items are listed.
-        names (ITEM...): Items, such as table4; linnet reproduce lists them.
+        names (ITEM...): Items, such as table4; [bold]linnet reproduce 001[/] lists those of a paper.
         scale (reduced|full): reduced: the declared small form; full: the paper's size.
         plan: Show steps, runs, FLOPs, device-days and missing data of an item; start nothing.
         only (STEP,...): Only these steps of the item, and those that they follow; with commas between (default: all).
