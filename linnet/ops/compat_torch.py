@@ -4,7 +4,9 @@ No other file of Linnet may name one (`tests/ops/test_compat.py` looks for them)
 exists, is slower by more than a small kernel takes, or incomplete; each comment says which.
 """
 
+import contextlib
 import datetime
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -39,6 +41,18 @@ MUON_EPSILON, MUON_STEPS = torch.optim._muon.EPS, torch.optim._muon.DEFAULT_NS_S
 # data, a mode that sees every operation, and the leaves of nested containers. `import torch` imports their modules.
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 TorchDispatchMode, tree_iter = _python_dispatch.TorchDispatchMode, _pytree.tree_iter
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keeps fake tensors from printing the traceback of an error that the caller handles."""
+    level = fake_tensor.log.level
+    fake_tensor.log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        fake_tensor.log.setLevel(level)
+
 
 # The number of the backward that runs in this thread, -1 outside of one. Hooks and functions of a graph cannot tell
 # one backward from the next otherwise.

@@ -176,6 +176,19 @@ def test_every_layer_has_a_footprint(name):
         assert few.backward >= all_.backward * 0.9  # the backward of a recomputed block holds what `none` keeps
 
 
+def test_a_layer_of_billions_of_parameters_is_priced_and_does_not_fit(capfd):
+    """Its activations at as many rows as it has parameters overflow the size of a tensor."""
+    saved = []
+    for expand in (1_000, 1_000_000):
+        values = {"d_model": 64, "layout": "mamba3+swiglu x1", "options": {"mamba3": {"expand": expand}}}
+        [block] = block_footprints(ModelConfig(vocab_size=512, **values).model_dump_json(), 512, "none", True, True)
+        saved.append(block.saved)
+    assert saved[1] == pytest.approx(1000 * saved[0], rel=0.01)
+    assert "Traceback" not in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="memory: .*; use a smaller model"):
+        refuse(plan_training(found := config(values, rows=16, seq_len=512), 1, H200), found)
+
+
 def test_both_norms_keep_as_much():
     """LayerNorm has the same kernels as the root-mean-square norm."""
     kept = []

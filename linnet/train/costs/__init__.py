@@ -18,7 +18,7 @@ from linnet.models.causal_lm import empty_model
 from linnet.models.config import ModelConfig
 from linnet.models.costs import flops_causal, flops_exact, meta_model
 from linnet.ops import activation, backend, norm, rotation
-from linnet.ops.compat_torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_iter
+from linnet.ops.compat_torch import FakeTensor, FakeTensorMode, TorchDispatchMode, quiet_fakes, tree_iter
 from linnet.ops.cross_entropy import FEW_LOGITS
 from linnet.ops.cross_entropy.chunked import BLOCK_LOGITS
 from linnet.ops.sequence import MOST_GATHERED
@@ -85,11 +85,24 @@ def block_footprints(
 
 def _count(block: nn.Module, width: int, length: int, low_precision: bool, fused: bool) -> Footprint:
     # So many rows that activations outweigh the gradients of the weights, which are not per row, at every moment.
-    rows = -(-sum(p.numel() for p in block.parameters()) // (width * length))
-    peaks = []
-    for count in (rows, 2 * rows):
-        with collected():  # checkpointed blocks leave cycles, whose tensors another count must not see end
-            peaks.append(_run(block, (count, length, width), low_precision, fused))
+    parameters = sum(p.numel() for p in block.parameters())
+    rows, peaks = -(-parameters // (width * length)), []
+    while not peaks:
+        try:
+            for count in (rows, 2 * rows):
+                with (
+                    collected(),
+                    quiet_fakes(),
+                ):  # checkpointed blocks leave cycles, whose ends no other count may see
+                    peaks.append(_run(block, (count, length, width), low_precision, fused))
+        except RuntimeError as error:
+            if "overflow" not in str(error):
+                raise
+            if rows == 1:
+                what = f"seq_len: {length} tokens in a block of {parameters:,} parameters are more than can be counted"
+                raise ConfigError([f"{what}; lower seq_len, model.d_model or the layers' own widths"], "plan") from None
+            # A tensor of more than 2^63 bytes: activations outweigh any gradient at a 16th of the rows too.
+            rows, peaks = max(1, rows // 16), []
     once, twice = peaks
     saved, forward, backward = ((b - a) / rows for a, b in zip(once, twice, strict=True))
     return Footprint(saved, forward, backward, weights=once[0] - rows * saved)
