@@ -56,7 +56,7 @@ class DeltaConfig(LayerConfig):
         return key, round(key * self.expand_v)
 
     def check(self, context: LayerContext) -> list[str]:
-        problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads)
+        problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads, self, context)
         if self.value_heads % self.num_heads:
             problems.append(
                 f"num_v_heads: {self.num_v_heads} is not a multiple of num_heads {self.num_heads}; use "

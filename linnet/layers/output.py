@@ -71,10 +71,22 @@ def split_heads(d_model: int, num_heads: int, mixer: str) -> int:
     return d_model // num_heads
 
 
-def check_heads(d_model: int, num_heads: int) -> list[str]:
-    """Returns a list with one problem if num_heads does not divide d_model, else an empty list."""
+def check_heads(
+    d_model: int, num_heads: int, config: LayerConfig | None = None, context: LayerContext | None = None
+) -> list[str]:
+    """Returns a list with one problem if num_heads does not divide d_model, else an empty list.
+
+    Args:
+        config, context: options with a key `num_heads` whose other checks depend on it, and where: the number that is
+            suggested passes these too, or the problem says what then remains.
+    """
     if d_model % num_heads == 0:
         return []
-    divisors = [h for h in range(1, d_model + 1) if d_model % h == 0]
-    fit = min(divisors, key=lambda h: (abs(h - num_heads), h))
-    return [f"num_heads: {num_heads} does not divide d_model {d_model}; {fit} does"]
+    divisors = sorted((h for h in range(1, d_model + 1) if d_model % h == 0), key=lambda h: (abs(h - num_heads), h))
+    problem, fit = f"num_heads: {num_heads} does not divide d_model {d_model}", divisors[0]
+    if config is None or context is None:
+        return [f"{problem}; {fit} does"]
+    left = {heads: config.model_copy(update={"num_heads": heads}).check(context) for heads in divisors}
+    if passing := [heads for heads, problems in left.items() if not problems]:
+        return [f"{problem}; use {passing[0]}"]
+    return [f"{problem}; {fit} does, but then {left[fit][0]}"]

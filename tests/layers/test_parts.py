@@ -187,3 +187,24 @@ def test_kept_inputs_of_a_short_convolution_are_not_counted_as_state():
         mixer = MIXERS[name](MIXERS[name].Config(), LayerContext(d_model=16))
         windows = [one for key, one in mixer.state_spec(1, 64).items() if key in ("conv", "q", "k", "v", "qkv")]
         assert windows and all(one.size == 0 for one in windows)
+
+
+@pytest.mark.parametrize("width", [45, 62, 63, 66, 90, 100])
+@pytest.mark.parametrize("name", ["attention", "retnet", "tnl", "gla", "gdn", "gated_delta_product", "kda"])
+def test_the_number_of_heads_that_is_suggested_passes_every_check(name, width):
+    """Head widths must be even for rotations, and keys and values have whole numbers of channels."""
+    context, config = LayerContext(d_model=width), find_mixer(name).Config
+    for problem in config().check(context):
+        if found := re.match(
+            r"num_heads: \d+ does not divide d_model \d+; (?:use )?(\d+)(?: does, but then (.*))?", problem
+        ):
+            left = config(num_heads=int(found[1])).check(context)
+            assert left == ([found[2]] if found[2] else [])
+            passing = [h for h in range(1, width + 1) if width % h == 0 and not config(num_heads=h).check(context)]
+            assert bool(passing) == (not found[2])
+
+
+def test_heads_of_an_odd_width_name_what_else_can_change():
+    assert find_mixer("retnet").Config(num_heads=3).check(LayerContext(d_model=63)) == [
+        "num_heads: RoPE needs an even head width, not 21; change num_heads or d_model"
+    ]

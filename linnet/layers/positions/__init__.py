@@ -300,7 +300,8 @@ def unit_vector(width: int, seed: int) -> np.ndarray:
 
 def check_real(head_dim: int) -> list[str]:
     """Returns a list with one problem if the real form cannot split the head width into pairs, else an empty list."""
-    return [f"num_heads: real LRPE needs an even head width, not {head_dim}; change num_heads"] if head_dim % 2 else []
+    problem = f"num_heads: real LRPE needs an even head width, not {head_dim}; change num_heads or d_model"
+    return [problem] if head_dim % 2 else []
 
 
 class RopeScalingConfig(Config):
@@ -402,12 +403,18 @@ def check_rope(
     fraction: float = 1.0,
     base: float = 10000.0,
     scaling: RopeScalingConfig | None = None,
+    optional: bool = True,
 ) -> list[str]:
-    """Returns the problems of RoPE: of the option `key`, of rope_fraction (no pairs of channels), and of rope_base."""
+    """Returns the problems of RoPE: of the option `key`, of rope_fraction (no pairs of channels), and of rope_base.
+
+    Args:
+        optional: whether the layer has an option `rope`.
+    """
     width, problems = int(head_dim * fraction), []
     if width < 2 or width % 2:
         if fraction == 1.0:
-            problems.append(f"{key}: RoPE needs an even head width, not {head_dim}; change {key} or set rope: false")
+            fix = f"change {key}{' or d_model' * (key == 'num_heads')}{', or set rope: false' * optional}"
+            problems.append(f"{key}: RoPE needs an even head width, not {head_dim}; {fix}")
         else:
             share = math.ceil(max(2, width // 2 * 2) / head_dim * 1e6) / 1e6  # rounded up: down would be an odd number
             problems.append(

@@ -35,7 +35,9 @@ class GlaConfig(LayerConfig):
 
     def check(self, context: LayerContext) -> list[str]:
         width = self.key_width(context.d_model)
-        if (problems := check_heads(context.d_model, self.num_heads)) or (width and width % self.num_heads == 0):
+        if (problems := check_heads(context.d_model, self.num_heads, self, context)) or (
+            width and width % self.num_heads == 0
+        ):
             return problems
         return [
             f"expand_k: {self.expand_k} gives a key width of {width}, which is not a positive multiple of num_heads "

@@ -31,12 +31,12 @@ class RetnetConfig(LayerConfig):
     norm_eps: Epsilon | None = Field(None, description="epsilon of the norm; null is the default of its kind")
 
     def check(self, context: LayerContext) -> list[str]:
-        if problems := check_heads(context.d_model, self.num_heads):
+        if problems := check_heads(context.d_model, self.num_heads, self, context):
             return problems
         width = context.d_model // self.num_heads
         if not (width * self.expand_v).is_integer():
             return [f"expand_v: {self.expand_v} gives heads of {width * self.expand_v:g} values; use 1 or 2"]
-        return check_rope(width)
+        return check_rope(width, optional=False)
 
 
 @register_mixer("retnet", RetnetConfig)

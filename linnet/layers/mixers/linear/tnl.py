@@ -57,7 +57,7 @@ class TnlConfig(GatedOutputConfig):
     )
 
     def check(self, context: LayerContext) -> list[str]:
-        problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads)
+        problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads, self, context)
         if not problems and self.lrpe != "none" and self.lrpe_form == "real":
             problems = check_real(self.head_dim or context.d_model // self.num_heads)
         if self.lrpe == "none" and self.lrpe_reflection != "none":

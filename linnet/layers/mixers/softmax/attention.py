@@ -97,7 +97,7 @@ class AttentionConfig(LayerConfig):
     )
 
     def check(self, context: LayerContext) -> list[str]:
-        problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads)
+        problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads, self, context)
         if problems:
             return problems
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
