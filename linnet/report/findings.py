@@ -40,7 +40,10 @@ def summary(study: Study) -> str:
         totals.append(f"{units.count(table['tokens'].sum())} tokens read")
     if table["seconds"].sum() > 0:
         totals.append(f"{units.duration(table['seconds'].sum())} of training")
-    return escape(f"{' '.join(parts)}: {', '.join(totals)}.")
+    text = f"{' '.join(parts)}: {', '.join(totals)}."
+    if others := sum(factor != 1 for one in study.sensitivities.values() for factor in one.losses):
+        text += f" Not counted here: {units.plural(others, 'run')} at other learning rates, which no fit reads."
+    return escape(text)
 
 
 def conclude(study: Study) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.config import parse
 from linnet.laws.orders import Order
-from linnet.report.findings import _differences, _lowest_loss, plain
+from linnet.report.findings import _differences, _lowest_loss, plain, summary
 from linnet.report.page import _sensitivity
 from linnet.report.records import Study, check_table
 from linnet.report.tables import difference_table
@@ -74,7 +74,7 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
     command = ["study", str(file), "--out", str(out), "--no-report"]
     planned = CliRunner().invoke(app, [*command, "--plan"])
     assert planned.exit_code == 0, planned.output
-    assert "rate sensitivity" in planned.output and "6 runs" in planned.output
+    assert "rate sensitivity" in planned.output and "6 runs (2 for the fits, 4 at other rates)" in planned.output
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "0.5 x the rate" in result.output and "loss at half, one and two times" in result.output
@@ -97,6 +97,7 @@ def test_a_study_trains_them_resumes_and_shows_them(asked, tmp_path):
         return Study(folder, config, check_table(rows), None)
 
     study = study_of(asked)
+    assert summary(study).startswith("2 runs of ") and "Not counted here: 4 runs at other" in summary(study)
     page = " ".join(_sensitivity(study))
     assert all(f"{one.value:.4f}" in page for one in found.values())
     gap = abs(found["tnl"].losses[1.0] - found["llama"].losses[1.0])

@@ -50,7 +50,8 @@ def print_plan(
     console.print(table)
     if plan.sensitivity:
         _print_rate_runs(plan, seconds, console)
-    total = f"{count_of(len(plan.all_runs), 'run')}, {plan.flops:.3g} training FLOPs"
+    which = f" ({len(plan.runs)} for the fits, {len(plan.sensitivity)} at other rates)" if plan.sensitivity else ""
+    total = f"{count_of(len(plan.all_runs), 'run')}{which}, {plan.flops:.3g} training FLOPs"
     missing = [run for run in plan.all_runs if run.run not in done]
     if len(missing) < len(plan.all_runs):
         total += f", {sum(run.flops for run in missing):.3g} of them still to do"
