@@ -372,6 +372,9 @@ async def _answer_nobody(request: Request, error: Disconnected) -> Response:
 DEFAULT_TOKENS = 16  # default of max_tokens for completions, as in OpenAI's API; chats have no such default
 
 
+MOST_LOGPROBS_HELD = 1 << 21  # of a request: each takes 0.2 to 0.7 KB until the answer is sent
+
+
 class Prepared:
     """A checked and encoded request. It is made in another thread, because encoding may take long.
 
@@ -426,6 +429,8 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
             form.echoes |= dict.fromkeys(range(first, first + request.n), echo)
             if scored:
                 prepared.score.append((echo, request.logprobs))
+    if request.logprobs is not None:
+        _check_logprobs(prepared, "logprobs", request.logprobs, sum(len(echo.ids) for echo, _ in prepared.score))
     service.engine.check(*prepared.choices[0])  # the settings that all choices share
     return prepared
 
@@ -456,8 +461,30 @@ def prepare_chat(service: Service, body: bytes) -> Prepared:
         ends = [] if request.ignore_eos else service.template.turn_ends
         sampling = sampling.model_copy(update={"stop_tokens": [*sampling.stop_tokens, *ends]})
         prepared.choices.append((tokens, sampling))
+    if top is not None:
+        _check_logprobs(prepared, "top_logprobs", top, 0)
     service.engine.check(*prepared.choices[0])
     return prepared
+
+
+def _check_logprobs(prepared: Prepared, key: str, value: int, echoed: int) -> None:
+    """Raises `ApiError` if the answer may hold more log-probabilities than `MOST_LOGPROBS_HELD`.
+
+    A stream holds those of echoed prompts alone, which several choices share.
+
+    Args:
+        key, value: the key of the request that asks for so many likeliest tokens, besides the token itself.
+        echoed: tokens of prompts that are scored.
+    """
+    request, tokens = prepared.request, echoed
+    if not request.stream:
+        generated = sum(sampling.max_tokens for _, sampling in prepared.choices) if prepared.generates else 0
+        tokens = echoed * request.n + generated
+    if (count := tokens * (value + 1)) > MOST_LOGPROBS_HELD:
+        what = f"{key}: {value} likeliest tokens and the token itself, at up to {tokens:,} places, are {count:,}"
+        fix = "ask for fewer, for fewer tokens (max_tokens) or completions" + ("" if request.stream else ", or stream")
+        message = f"{what} log-probabilities; one request may have {MOST_LOGPROBS_HELD:,}; {fix}"
+        raise ApiError(400, message, param=key, code="invalid_value")
 
 
 def check_model(service: Service, model: str) -> None:

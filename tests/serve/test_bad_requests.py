@@ -7,13 +7,14 @@ import json
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 import pytest
 from serving import LONG, Reply, Running, read_until, serve, wait_for
 
-from linnet.serve import _Transport
+from linnet.serve import _Transport, app
 from linnet.serve.errors import ApiError
-from linnet.serve.requests import parse_json
+from linnet.serve.requests import CompletionRequest, parse_json
 
 TALK = [{"role": "user", "content": "x"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -68,6 +69,13 @@ def test_body_that_is_no_json_object(tiny: Running, body: bytes, fix: str):
         ({"seed": -1}, "seed", "-1"),
         ({"seed": 1 << 63}, "seed", "9223372036854775808"),
         ({"logprobs": 21}, "logprobs", "20"),
+        (
+            {"logprobs": 1, "n": 128, "max_tokens": 16384},
+            "logprobs",
+            "4,194,304 log-probabilities; one request may have",
+        ),
+        ({"logprobs": 20, "n": 128, "prompt": "x" * 1000, "echo": True}, "logprobs", "for fewer tokens (max_tokens)"),
+        ({"logprobs": 20, "prompt": ["x" * 1000] * 100, "echo": True, "stream": True}, "logprobs", "2,097,152"),
         ({"stop": ""}, "stop", "empty"),
         ({"stop": ["x"] * 17}, "stop", "16"),
         ({"stop": [1]}, "stop", "list"),
@@ -108,6 +116,17 @@ def test_wrong_value_of_a_completion(tiny: Running, values: dict, param: str, fi
     assert fix in reply.error["message"] and param in reply.error["message"]
 
 
+def test_log_probabilities_of_a_stream_are_sent_as_they_come_and_not_held():
+    for stream, held in ((False, 3 * (7 + 5)), (True, 7)):
+        request = CompletionRequest(model="tiny", n=3, stream=stream)
+        prepared = app.Prepared(request)
+        prepared.choices = [([1], request.sampling(i, 5, 0)) for i in range(3)]
+        for most in (held, held - 1):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(ApiError) if most < held else nullcontext():
+                patch.setattr(app, "MOST_LOGPROBS_HELD", most)
+                app._check_logprobs(prepared, "logprobs", 0, 7)
+
+
 @pytest.mark.parametrize(
     ("values", "param", "fix"),
     [
@@ -137,6 +156,7 @@ def test_wrong_value_of_a_completion(tiny: Running, values: dict, param: str, fi
         ({"messages": TALK, "response_format": {"type": "json_object"}}, "response_format", "text"),
         ({"messages": TALK, "store": True}, "store", "store"),
         ({"messages": TALK, "top_logprobs": 3}, "top_logprobs", "logprobs: true"),
+        ({"messages": TALK, "logprobs": True, "top_logprobs": 20, "n": 7}, "top_logprobs", "or stream"),
         ({"messages": TALK, "logprobs": 3}, "logprobs", "boolean"),
         ({"messages": TALK, "max_tokens": 0}, "max_tokens", "0"),
         ({"messages": TALK, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_completion_tokens"),
