@@ -57,12 +57,17 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: Tokenizer, where: str = FILE):
         self.source, self.tokenizer, self._inner = source, tokenizer, None
         self._special: dict[str, int] = {}
+        self._anchors: set[str] = set()
         if not isinstance(tokenizer, ByteTokenizer):
             values = json.loads(tokenizer.to_json())
             values.pop("linnet", None)
             values["post_processor"] = None  # the template itself adds the tokens at the start and end of a text
             self._special = {token["content"]: token["id"] for token in values["added_tokens"]}
             self._inner = tokenizers.Tokenizer.from_str(json.dumps(values))
+            # Those that never take in a character of the text around them, or belong to a longer one with what follows.
+            changing = ("lstrip", "rstrip", "single_word", "normalized")
+            plain = [token["content"] for token in values["added_tokens"] if not any(token[key] for key in changing)]
+            self._anchors = {one for one in plain if sum(other.startswith(one) for other in self._special) == 1}
         self._spelled = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
         ends = {number: token for token, number in self._special.items()}
         self._variables = {
@@ -120,14 +125,20 @@ class ChatTemplate:
             pieces = (self._marked if marked else self._compared)(*arguments)
             tokens: list[int] = []
             turns: list[tuple[int, int]] = []
-            text = ""
+            text, split = "", False
+            anchor = fixed = 0  # characters and tokens up to the last special token, which no later text changes
             for answer, piece in pieces:
                 if answer and not piece.strip():
                     raise ValueError(f"its text of the assistant's turn {len(turns) + 1} is empty; correct it")
                 start, before, text = len(tokens), text, text + piece
-                whole = self._encode(text, hidden)
                 # A token over the border would be known only after the answer: a server never gives it.
-                tokens = whole if whole[:start] == tokens else tokens + self._encode(piece, hidden, before)
+                last_part = [] if split else self._encode(text[anchor:], hidden, text[:anchor])
+                split = split or last_part[: start - fixed] != tokens[fixed:]
+                tokens[start if split else fixed :] = self._encode(piece, hidden, before) if split else last_part
+                found = [one.end() for one in self._spelled.finditer(text, anchor) if one[0] in self._anchors]
+                if found and not split:
+                    anchor = found[-1]
+                    fixed = len(tokens) - len(self._encode(text[anchor:], hidden, text[:anchor]))
                 if answer:
                     last = {token: place for place, token in enumerate(tokens[start:], start + 1)}
                     ends = [last[token] for token in ([] if marked else self.turn_ends) if token in last]
