@@ -64,9 +64,11 @@ class GatedOutput(nn.Module):
         return plan
 
 
-def split_heads(d_model: int, num_heads: int, mixer: str) -> int:
-    """Returns the width of a head. Raises ValueError that names the key, the value and the fix."""
-    for problem in check_heads(d_model, num_heads):
+def split_heads(
+    d_model: int, num_heads: int, mixer: str, config: LayerConfig | None = None, context: LayerContext | None = None
+) -> int:
+    """Returns the width of a head. Raises ValueError with the problem of `check_heads`, if any."""
+    for problem in check_heads(d_model, num_heads, config, context):
         raise ValueError(f"{mixer}.{problem}")
     return d_model // num_heads
 
@@ -88,5 +90,5 @@ def check_heads(
         return [f"{problem}; {fit} does"]
     left = {heads: config.model_copy(update={"num_heads": heads}).check(context) for heads in divisors}
     if passing := [heads for heads, problems in left.items() if not problems]:
-        return [f"{problem}; use {passing[0]}"]
+        return [f"{problem}; {passing[0]} does"]
     return [f"{problem}; {fit} does, but then {left[fit][0]}"]

@@ -58,7 +58,7 @@ class Gla(Mixer):
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.causal, self.orders = context.causal, ORDERS[context.scan]
-        self.value_dim = split_heads(d_model, config.num_heads, self.name)
+        self.value_dim = split_heads(d_model, config.num_heads, self.name, config, context)
         self.refuse_options(config, context)
         key_width = config.key_width(d_model)
         self.key_dim = key_width // config.num_heads

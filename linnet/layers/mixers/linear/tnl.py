@@ -84,7 +84,7 @@ class Tnl(Mixer):
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.causal, self.orders = context.causal, ORDERS[context.scan]
-        self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name)
+        self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name, config, context)
         self.inner = inner = config.num_heads * self.head_dim
         self.owns_input_norm = config.gate_input == "residual"
         self.input_norm = build_norm(context.norm, d_model, context.norm_eps) if self.owns_input_norm else None
