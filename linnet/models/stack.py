@@ -4,6 +4,7 @@ A layout is a pattern of blocks as a string or a list (`linnet.models.layout`). 
 cut at N blocks. Options belong to a kind of layer (`options`) or to the blocks of an alias (`aliases`), which override.
 """
 
+import json
 import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -174,6 +175,26 @@ def check(config: StackConfig) -> list[str]:
                 local = Problem(problem).key in spec.options.get(name, {})
                 lines[f"aliases.{spec.alias}.options.{name}.{problem}" if local else f"options.{name}.{problem}"] = None
     return problems + list(lines)
+
+
+def unused_options(config: StackConfig) -> list[str]:
+    """Returns the options that no block reads with the others as they are (`LayerConfig.needs`), each with the fix.
+
+    An alias may switch an option of the model off in its blocks, so one that any block reads is no problem.
+    """
+    blocks = [(name, spec) for spec in (*config.stack.before, *config.stack.blocks) for name in spec.names]
+    read: dict[str, bool] = {}
+    why: dict[str, str] = {}
+    for name, spec in blocks:
+        options, own = config.layer_options(name, spec), spec.options.get(name, {})
+        for switch, keys in getattr(options, "needs", {}).items():
+            on, given = getattr(options, switch), options.model_dump(mode="json", exclude_defaults=True)
+            for key in keys:
+                place = f"aliases.{spec.alias}.options.{name}.{key}" if key in own else f"options.{name}.{key}"
+                read[place] = read.get(place, False) or bool(on) or key not in given
+                what = f"{json.dumps(given.get(key))} has no effect with {switch}: {json.dumps(on)}"
+                why[place] = f"{what}; leave it out, or set {switch}: true"
+    return [f"{place}: {why[place]}" for place, used in read.items() if not used]
 
 
 def outer_context(

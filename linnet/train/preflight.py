@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from linnet.config import ConfigError, gather, refuse, shown
 from linnet.models import count_parameters
 from linnet.models.costs import meta_of
-from linnet.models.stack import StackConfig
+from linnet.models.stack import StackConfig, unused_options
 from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.runs import RunFolder, checkpoint, slices
 from linnet.runs.model import WEIGHTS, mismatches, read_vocabulary
@@ -112,6 +112,8 @@ def unused_problems(config: TrainingConfig) -> list[str]:
         value, usual = getattr(settings, field, None), getattr(type(settings).model_fields.get(field), "default", None)
         if value != usual and not is_read:
             problems.append(f"{key}: {value:g} has no effect with {why}; leave it out ({key}={usual:g}), or {fix}")
+    if config.init_from is None:  # else the options are those of that model
+        problems += [f"model.{problem}" for problem in unused_options(config.model)]
     return problems
 
 

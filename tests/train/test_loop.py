@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from linnet.runs import RunFolder, latest_good
 from linnet.train import loop, train
 from linnet.train.identity import run_folder
 from linnet.train.objectives.text import TextObjective, scored_rows
+from linnet.train.preflight import unused_problems
 from linnet.train.session import load_model
 
 TRAINING = {
@@ -241,6 +243,35 @@ def test_a_key_that_no_one_reads_is_refused_in_a_new_run(settings, cache, tmp_pa
         with pytest.raises(KeyError):
             train(config, tmp_path, cache)
     assert train(config, tmp_path, cache).result()["status"] == "done"
+
+
+UNREAD = [
+    (
+        "attention+swiglu",
+        {"attention": {"rope": False, "rope_scaling": {"kind": "linear", "factor": 2.0}}},
+        "rope_scaling",
+    ),
+    ("mla+swiglu", {"mla": {"rope": False, "rope_scaling": {"kind": "linear", "factor": 2.0}}}, "rope_scaling"),
+    ("lightnet+swiglu", {"lightnet": {"num_heads": 2, "lrpe": False, "lrpe_shared_heads": True}}, "lrpe_shared_heads"),
+]
+
+
+@pytest.mark.parametrize(("layout", "options", "key"), UNREAD, ids=[case[0] for case in UNREAD])
+def test_an_option_that_another_one_switches_off_is_refused_in_a_new_run(settings, layout, options, key):
+    def problems(options, layout=layout, **more):
+        model = {"d_model": 16, "layout": layout, "options": options, **more}
+        return unused_problems(settings(model=model))
+
+    [(name, given)] = options.items()
+    switch = "lrpe" if name == "lightnet" else "rope"
+    [problem] = problems(options)
+    assert re.match(rf"model.options.{name}.{key}: .* has no effect with {switch}: false; leave it out", problem)
+    assert problems({name: {option: value for option, value in given.items() if option != key}}) == []
+    alias = {"off": {"layer": layout, "options": {name: {switch: False}}}}
+    assert problems({name: given | {switch: True}}, f"{layout} off", aliases=alias) == [], "the other block reads it"
+    alias["off"]["options"] = options
+    [problem] = problems({name: {**given, switch: True}}, f"{layout} off", aliases=alias)
+    assert problem.startswith(f"model.aliases.off.options.{name}.{key}: ")
 
 
 def test_a_share_to_hold_out_beside_held_out_text_is_refused(settings, cache, tmp_path, text):

@@ -57,6 +57,8 @@ QkNorm = Literal["rmsnorm", "zero_centred_rmsnorm"]
 class AttentionConfig(LayerConfig):
     """Options of `attention`."""
 
+    needs = {"rope": ("rope_scaling",)}
+
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model unless head_dim is given")
     num_kv_heads: int = Field(0, ge=0, description="grouped-query attention; 0 means num_heads")
     head_dim: int = Field(0, ge=0, description="width of a head; 0 means d_model / num_heads")
@@ -168,7 +170,7 @@ class Attention(Mixer):
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.causal = context.causal
         self._kind = Kind(config.window, config.block, config.scores)
-        self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name)
+        self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name, config, context)
         self.refuse_options(config, context)
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

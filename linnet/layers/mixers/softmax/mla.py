@@ -28,6 +28,8 @@ from linnet.ops.attention.blocked import weigh
 class MlaConfig(LayerConfig):
     """Options of `mla`."""
 
+    needs = {"rope": ("rope_scaling",)}
+
     num_heads: int = Field(8, ge=1, description="heads")
     kv_rank: int = Field(512, ge=1, description="numbers of the latent of keys and values")
     q_rank: int = Field(0, ge=0, description="numbers of the latent of queries; 0 is none")
