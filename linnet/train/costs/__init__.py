@@ -86,7 +86,8 @@ def block_footprints(
 def _count(block: nn.Module, width: int, length: int, low_precision: bool, fused: bool) -> Footprint:
     # So many rows that activations outweigh the gradients of the weights, which are not per row, at every moment.
     parameters = sum(p.numel() for p in block.parameters())
-    rows, peaks = -(-parameters // (width * length)), []
+    rows = -(-parameters // (width * length))
+    peaks: list[tuple[int, int, int]] = []
     while not peaks:
         try:
             for count in (rows, 2 * rows):
