@@ -109,8 +109,8 @@ def default_verb(verb: str, keep_help: bool = False) -> type[TyperGroup]:
             command = super().get_command(ctx, cmd_name)
             if command is None or cmd_name != verb or keep_help:
                 return command
-            command, others = copy.copy(command), (one for one in self.commands.items() if one[0] != verb)
-            about = (f"[bold]{ctx.command_path} {name}[/]  {one.get_short_help_str(200)}" for name, one in others)
+            command, others = copy.copy(command), (item for item in self.commands.items() if item[0] != verb)
+            about = (f"[bold]{ctx.command_path} {name}[/]  {other.get_short_help_str(200)}" for name, other in others)
             command.epilog = "\n\n".join([*([command.epilog] if command.epilog else []), "Further commands:", *about])
             return command
 

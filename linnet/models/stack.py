@@ -186,13 +186,13 @@ def unused_options(config: StackConfig) -> list[str]:
     read: dict[str, bool] = {}
     why: dict[str, str] = {}
     for name, spec in blocks:
-        options, own = config.layer_options(name, spec), spec.options.get(name, {})
+        options, of_alias = config.layer_options(name, spec), spec.options.get(name, {})
         for switch, keys in getattr(options, "needs", {}).items():
-            on, given = getattr(options, switch), options.model_dump(mode="json", exclude_defaults=True)
+            on, changed = getattr(options, switch), options.model_dump(mode="json", exclude_defaults=True)
             for key in keys:
-                place = f"aliases.{spec.alias}.options.{name}.{key}" if key in own else f"options.{name}.{key}"
-                read[place] = read.get(place, False) or bool(on) or key not in given
-                what = f"{json.dumps(given.get(key))} has no effect with {switch}: {json.dumps(on)}"
+                place = f"aliases.{spec.alias}.options.{name}.{key}" if key in of_alias else f"options.{name}.{key}"
+                read[place] = read.get(place, False) or bool(on) or key not in changed
+                what = f"{json.dumps(changed.get(key))} has no effect with {switch}: {json.dumps(on)}"
                 why[place] = f"{what}; leave it out, or set {switch}: true"
     return [f"{place}: {why[place]}" for place, used in read.items() if not used]
 

@@ -41,7 +41,7 @@ def summary(study: Study) -> str:
     if table["seconds"].sum() > 0:
         totals.append(f"{units.duration(table['seconds'].sum())} of training")
     text = f"{' '.join(parts)}: {', '.join(totals)}."
-    if others := sum(factor != 1 for one in study.sensitivities.values() for factor in one.losses):
+    if others := sum(factor != 1 for rates in study.sensitivities.values() for factor in rates.losses):
         text += f" Not counted here: {units.plural(others, 'run')} at other learning rates, which no fit reads."
     return escape(text)
 

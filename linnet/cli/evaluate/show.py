@@ -111,7 +111,7 @@ def _show_needle(record: Evaluation, path: Path) -> None:
 
 def _show_recall(record: Evaluation, path: Path) -> None:
     console, asked = Console(), record.asked
-    found = {(cell["task"], cell["length"], cell["pairs"]): cell for cell in record.detail["cells"]}
+    measured = {(cell["task"], cell["length"], cell["pairs"]): cell for cell in record.detail["cells"]}
     missing = {(row["task"], row["length"], row["pairs"]): row["reason"] for row in record.detail["not_measured"]}
     console.print("accuracy among all tokens, accuracy among the values in the sequence (in parentheses: by guessing)")
     units = {"mqar": "pairs", "selective_copying": "to copy"}
@@ -121,7 +121,7 @@ def _show_recall(record: Evaluation, path: Path) -> None:
         table.columns[0].min_width = 17
         for pairs in sorted(set(asked["pairs"])):
             places = ((task, length, pairs) for length in lengths)
-            cells = (missing.get(place) or _cell(found[place]) for place in places)
+            cells = (missing.get(place) or _cell(measured[place]) for place in places)
             table.add_row(f"{pairs:,} {units.get(task, 'keys')}", *cells)
         console.print(table)
     if {"in_context_recall", "noisy_recall", "fuzzy_recall"}.intersection(asked["tasks"]):

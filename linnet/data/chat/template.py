@@ -67,7 +67,7 @@ class ChatTemplate:
             # Those that never take in a character of the text around them, or belong to a longer one with what follows.
             changing = ("lstrip", "rstrip", "single_word", "normalized")
             plain = [token["content"] for token in values["added_tokens"] if not any(token[key] for key in changing)]
-            self._anchors = {one for one in plain if sum(other.startswith(one) for other in self._special) == 1}
+            self._anchors = {token for token in plain if sum(other.startswith(token) for other in self._special) == 1}
         self._spelled = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
         ends = {number: token for token, number in self._special.items()}
         self._variables = {
@@ -135,9 +135,9 @@ class ChatTemplate:
                 last_part = [] if split else self._encode(text[anchor:], hidden, text[:anchor])
                 split = split or last_part[: start - fixed] != tokens[fixed:]
                 tokens[start if split else fixed :] = self._encode(piece, hidden, before) if split else last_part
-                found = [one.end() for one in self._spelled.finditer(text, anchor) if one[0] in self._anchors]
-                if found and not split:
-                    anchor = found[-1]
+                anchors = [match.end() for match in self._spelled.finditer(text, anchor) if match[0] in self._anchors]
+                if anchors and not split:
+                    anchor = anchors[-1]
                     fixed = len(tokens) - len(self._encode(text[anchor:], hidden, text[:anchor]))
                 if answer:
                     last = {token: place for place, token in enumerate(tokens[start:], start + 1)}

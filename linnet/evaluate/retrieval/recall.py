@@ -175,9 +175,9 @@ def run_recall(
     return fitting
 
 
-def left_out(config: RecallConfig, found: list[Cell]) -> list[dict]:
+def left_out(config: RecallConfig, cells: list[Cell]) -> list[dict]:
     """Returns the cells of a configuration that `run_recall` did not measure, each with its reason."""
-    measured = {(cell.task, cell.length, cell.pairs) for cell in found}
+    measured = {(cell.task, cell.length, cell.pairs) for cell in cells}
     rows = []
     for place in itertools.product(config.tasks, config.lengths, config.pairs):
         if place not in measured:
