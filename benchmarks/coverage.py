@@ -393,7 +393,7 @@ def simulate(task: tuple) -> list[dict]:
             if isinstance(where, str):
                 interval = None if law.refused else law.intervals.get(where)
                 numbers = None if interval is None else np.array([law.parameters[where], *interval])
-                right = truth.get(where)
+                right = truth[quantity]
             elif isinstance(where, tuple):
                 interval = None if not law.surface else law.interval_at(*where)
                 numbers = None if interval is None else np.log([law.predict(*where), *interval])

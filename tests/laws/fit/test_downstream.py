@@ -211,3 +211,11 @@ def test_points_are_filtered_and_checked_as_tables_of_runs_are(tmp_path):
 def test_intervals_of_few_runs_cover_the_truth():
     covered = np.mean([coverage.downstream(4, seed, 60) for seed in range(40)], axis=0)
     assert (covered >= 0.85).all(), f"of 40 intervals of L(C) and of the metric, {covered} cover"
+
+
+@pytest.mark.parametrize("method", coverage.METHODS)
+def test_each_method_whose_coverage_is_measured_still_gives_its_intervals(method):
+    """The benchmark reads laws by the names of their parameters, which no other test of it would miss."""
+    [intervals] = coverage.simulate((method, coverage.METHODS[method].designs[0], 0, 1, 40))
+    assert intervals and all(abs(low) < 10 and low <= high for _, low, high in filter(None, intervals.values()))
+    assert any(intervals.values())
