@@ -276,6 +276,9 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     thetas, objectives = solve(terms, starts, y, weights, *fit.minimised, tolerance=1e-9)
     best = objectives.reshape(resamples, len(each)).argmin(axis=1)
     thetas = thetas.reshape(resamples, len(each), 5)[np.arange(resamples), best]
+    # Residuals of n runs are smaller than their errors by the root of (n - 5) / n, and so are the moves of the draws.
+    count = len(set(runs))
+    thetas = theta + (thetas - theta) * np.sqrt(count / max(count - 5, 1))
     # A resample in which a term vanished or changed its direction has no optimum: it gives NaN, not a draw.
     thetas[(thetas[:, 3:] <= 1e-3).any(axis=1) | (np.abs(thetas[:, :3]) > 200).any(axis=1)] = np.nan
     kept, reason = resampling.usable(thetas)

@@ -240,16 +240,12 @@ class ParametricFit(MethodFit):
         return E + A / np.asarray(N, dtype=float) ** alpha + B / np.asarray(D, dtype=float) ** beta
 
     def interval_at(self, N: float, D: float) -> Interval | None:
-        """Returns the 95 % interval of the loss at N parameters and D tokens, or None without bootstrap draws.
-
-        Residuals of n runs are smaller than their errors by the root of (n - 5) / n, which the draws are widened by.
-        """
+        """Returns the 95 % interval of the loss at N parameters and D tokens, or None without bootstrap draws."""
         if self.draws is None:
             return None
         log_A, log_B, log_E, alpha, beta = self.draws.T
         values = np.exp(log_E) + np.exp(log_A - alpha * np.log(N)) + np.exp(log_B - beta * np.log(D))
-        runs, estimate = len({(point["run"], point["N"]) for point in self.points}), float(self.predict(N, D))
-        return around(estimate, estimate * (values / estimate) ** np.sqrt(runs / max(runs - 5, 1)))
+        return around(float(self.predict(N, D)), values)
 
     @property
     def parameters(self) -> dict[str, float]:

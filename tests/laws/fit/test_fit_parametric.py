@@ -90,6 +90,36 @@ def test_bootstrap_keeps_checkpoints_of_a_run_together(surface):
     assert fit_parametric(curves, bootstrap=20).bootstrap.scheme == "pairs, clustered by run"
 
 
+def test_intervals_of_few_runs_are_as_wide_as_their_errors(surface):
+    """Twelve residuals of five numbers are smaller than their errors by the root of 7 / 12."""
+    random, ratios = np.random.default_rng(0), []
+    runs = surface.ladder([1e18, 1e20], spread=np.linspace(-1.2, 1.2, 6))
+    N, D, C = (runs[name].to_numpy() for name in "NDC")
+    for _ in range(12):
+        rows = runs.assign(loss=runs["loss"] * np.exp(0.003 * random.standard_normal(len(runs))))
+        fit = fit_parametric(rows, bootstrap=200, objective=Objective())
+        theta = np.array([*np.log([fit.surface["A"], fit.surface["B"], fit.surface["E"]]), *_exponents(fit)])
+        moved = [_log_losses(theta + 1e-5 * step, N, D) for step in np.eye(5)]
+        slopes = (np.stack(moved, axis=1) - _log_losses(theta, N, D)[:, None]) / 1e-5
+        residuals = np.log(rows["loss"]) - _log_losses(theta, N, D)
+        covariance = np.linalg.inv(slopes.T @ slopes) * (residuals**2).sum() / 7
+        at = np.array([fit.L.predict(1e20)]), np.array([fit.N_opt.predict(1e20)]), np.array([fit.D_opt.predict(1e20)])
+        slope = [(_log_losses(theta + 1e-5 * step, *at[1:]) - np.log(at[0])).item() / 1e-5 for step in np.eye(5)]
+        error = np.sqrt(slope @ covariance @ slope)
+        spans = fit.L.interval_at(1e20), fit.interval_at(float(at[1][0]), float(at[2][0]))
+        ratios.append([np.log(high / low) / (3.92 * error) for low, high in spans])
+    assert (np.median(ratios, axis=0) > 0.85).all() and (np.median(ratios, axis=0) < 1.3).all(), ratios
+
+
+def _exponents(fit):
+    return fit.surface["alpha"], fit.surface["beta"]
+
+
+def _log_losses(theta, N, D):
+    log_A, log_B, log_E, alpha, beta = theta
+    return np.log(np.exp(log_E) + np.exp(log_A) / N**alpha + np.exp(log_B) / D**beta)
+
+
 def test_unknown_starts(surface):
     with pytest.raises(ValueError, match="coarse"):
         fit_parametric(surface.ladder(BUDGETS), starts="many")
