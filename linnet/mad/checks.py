@@ -39,7 +39,8 @@ class Check:
 
     Attributes:
         claim: the finding. paper_gain: the mean gain in accuracy in the paper, as a share.
-        pairs: pairs among the scored architectures. gain: mean over the pairs, None without a pair.
+        pairs: pairs among the scored architectures. gain: mean over the pairs, None without a pair. Pairs that share an
+            architecture share its noise, so they count as one, with their mean.
         interval: 95 % over pairs (Student's t); None below `PAIRS_FOR_INTERVAL` pairs.
         verdict: "holds" or "does not hold" if the interval excludes zero, else the reason why it is open.
         needed: the architectures to run, if there is no pair.
@@ -91,16 +92,29 @@ def _check(scores, name, claim, paper_gain, names, needed) -> Check:
     pairs = [pair for first, second in names if (pair := compare(scores[first], scores[second])) is not None]
     if not pairs:
         return Check(name, claim, paper_gain, [], None, None, NOT_ENOUGH, needed)
-    gains = [pair.gain for pair in pairs]
+    groups = _linked(pairs)
+    gains = [fmean(pair.gain for pair in group) for group in groups]
     interval, verdict = None, TOO_FEW
-    if len(pairs) >= PAIRS_FOR_INTERVAL:
+    if len(gains) >= PAIRS_FOR_INTERVAL:
         interval = t_interval(gains)
         verdict = {1: HOLDS, -1: FAILS, 0: OPEN}[side(*interval)]
     notes = []
+    if len(groups) < len(pairs):
+        notes.append(f"pairs that share an architecture count as one, which leaves {len(groups)}")
     strange = sorted({n for pair in pairs for n in (pair.first, pair.second) if not scores[n].comparable})
     if strange:
         notes.append(f"{len(strange)} of these architectures have scores that are not comparable with others")
     return Check(name, claim, paper_gain, pairs, fmean(gains), interval, verdict, notes=notes)
+
+
+def _linked(pairs: list[Pair]) -> list[list[Pair]]:
+    """Returns the pairs in groups that share no architecture with one another."""
+    groups: list[list[Pair]] = []
+    for pair in pairs:
+        names = {pair.first, pair.second}
+        near = [group for group in groups if names & {name for other in group for name in (other.first, other.second)}]
+        groups = [group for group in groups if group not in near] + [[*sum(near, []), pair]]
+    return groups
 
 
 def _striped(kinds: dict[str, Design]) -> Iterator[tuple[str, str]]:

@@ -268,6 +268,22 @@ def test_three_pairs_with_gains_of_one_sign_are_no_finding():
     assert striped.verdict == OPEN and striped.interval[0] < 0 < striped.interval[1]
 
 
+def test_pairs_that_share_an_architecture_share_its_noise():
+    """Five ways to stripe one mixer are five pairs, and all have the luck of the one uniform model."""
+    layouts = [f"{'hyena+swiglu ' * before}attention+swiglu{' hyena+swiglu' * after}"
+               for before, after in ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2))]  # fmt: skip
+    luck = {layout: 0.8 + 0.01 * number for number, layout in enumerate(layouts)}
+    striped = checks(made({"mad-hyena-swiglu": 0.7} | luck))[0]
+    assert len(striped.pairs) == 5 and striped.verdict == TOO_FEW and striped.interval is None
+    assert striped.gain == pytest.approx(0.12, abs=0.01) and "leaves 1" in striped.notes[0]
+    others = {f"mad-{mixer}{part}-swiglu": 0.5 + 0.1 * bool(part)
+              for mixer in ("gla", "mh-hyena") for part in ("", "-attention")}  # fmt: skip
+    striped = checks(made({"mad-hyena-swiglu": 0.7} | luck | others))[0]
+    assert len(striped.pairs) == 7 and striped.gain == pytest.approx((0.12 + 0.1 + 0.1) / 3, abs=0.01)
+    half = striped.gain - striped.interval[0]
+    assert half > 0.01, "of three independent gains, with two degrees of freedom"
+
+
 def test_a_finding_that_does_not_hold():
     names = [f"mad-{mixer}{part}-swiglu" for mixer in ("hyena", "gla", "mh-hyena") for part in ("", "-attention")]
     found = checks(made({name: 0.5 if "attention" in name else 0.8 for name in names}))[0]
