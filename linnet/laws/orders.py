@@ -7,7 +7,7 @@ family of twenty.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from statistics import NormalDist
@@ -77,15 +77,20 @@ def order(
 
 @dataclass(frozen=True)
 class _Test:
-    """The differences of a quantity: names [n], pairs [p], gaps [p], scale [p] and errors in scales [p, resamples]."""
+    """The differences of a quantity: names [n], errors [n, resamples], and pairs [p] with their gaps and scales [p]."""
 
     values: dict[str, float]
     at: float | None
     names: list[str]
+    errors: np.ndarray
     pairs: list[tuple[str, str]]
     gaps: np.ndarray
     scale: np.ndarray
-    errors: np.ndarray
+
+    def differences(self) -> Iterator[np.ndarray]:
+        """Yields the errors [pairs, resamples] of each name's pairs. Those of all names at once may not fit."""
+        for place, column in enumerate(self.errors[:-1]):
+            yield column - self.errors[place + 1 :]
 
 
 def _test(values: Mapping[str, float], draws: Mapping[str, np.ndarray], at: float | None) -> _Test:
@@ -95,13 +100,13 @@ def _test(values: Mapping[str, float], draws: Mapping[str, np.ndarray], at: floa
     count, generator = min(map(len, kept.values()), default=0), np.random.default_rng(0)
     # Fits share the seed of their resamples. Shuffled, the draws are as independent as the runs are. The shuffle is the
     # same for every quantity, so that a resample keeps its errors in all of them.
-    errors = {name: generator.permutation(column)[:count] - values[name] for name, column in kept.items()}
-    spread = np.array([errors[first] - errors[second] for first, second in pairs]).reshape(len(pairs), count)
+    errors = [generator.permutation(column)[:count] - values[name] for name, column in kept.items()]
     gaps = np.array([values[first] - values[second] for first, second in pairs])
-    scale = np.diff(np.percentile(spread, [2.5, 97.5], axis=1), axis=0)[0] / 3.92 if pairs else np.zeros(0)
-    wide = scale > 0  # an interval without a width tells nothing
-    scaled = np.divide(spread, scale[:, None], where=wide[:, None], out=np.zeros_like(spread))
-    return _Test(dict(values), at, list(kept), pairs, gaps, scale, scaled)
+    test = _Test(
+        dict(values), at, list(kept), np.reshape(errors, (len(kept), count)), pairs, gaps, np.zeros(len(pairs))
+    )
+    ends = [np.percentile(spread, [2.5, 97.5], axis=1) for spread in test.differences()]
+    return replace(test, scale=np.diff(np.concatenate(ends, axis=1), axis=0)[0] / 3.92) if ends else test
 
 
 def _limit(tests: Sequence[_Test], level: float) -> float:
@@ -110,7 +115,15 @@ def _limit(tests: Sequence[_Test], level: float) -> float:
     count = min((test.errors.shape[1] for test in tests), default=0)
     if not count:
         return math.inf
-    return float(np.quantile(np.abs(np.concatenate([test.errors[:, :count] for test in tests])).max(axis=0), 1 - level))
+    largest = np.zeros(count)
+    for test in tests:
+        start = 0
+        for spread in test.differences():
+            scale = test.scale[start : start + len(spread), None]
+            start += len(spread)
+            scaled = np.divide(np.abs(spread[:, :count]), scale, where=scale > 0, out=np.zeros((len(spread), count)))
+            largest = np.maximum(largest, scaled.max(axis=0))  # an interval without a width tells nothing
+    return float(np.quantile(largest, 1 - level))
 
 
 def _apart(test: _Test, limit: float) -> Order:
@@ -149,6 +162,17 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(values) / n
     half = float(stdtrit(n - 1, 0.975)) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
     return mean - half, mean + half
+
+
+def t_test(values: Sequence[float]) -> float | None:
+    """Returns the p-value of a mean of 0 of values by Student's t; None for fewer than two, or if all are equal."""
+    n, mean = len(values), math.fsum(values) / max(len(values), 1)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    if n < 2 or not squares:
+        return None
+    from scipy.special import stdtr  # see t_interval
+
+    return 2 * float(stdtr(n - 1, -abs(mean) / math.sqrt(squares / (n - 1) / n)))
 
 
 def percentile_interval(drawn: np.ndarray, n: int) -> tuple[float, float] | None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import tracemalloc
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -63,6 +64,18 @@ def test_a_higher_estimate_is_told_apart_in_any_order_of_the_names():
     assert told.above("a") == ["e"] and told.above("e") == []
     turned = order(dict(reversed(values.items())), dict(reversed(draws.items())))
     assert turned.apart == told.apart
+
+
+def test_many_names_are_ordered_without_the_draws_of_all_pairs_at_once():
+    generator = np.random.default_rng(4)
+    values = {f"n{number}": float(generator.standard_normal()) for number in range(80)}
+    draws = {name: value + generator.standard_normal(4000) for name, value in values.items()}
+    tracemalloc.start()
+    told = order(values | {"high": 20.0}, draws | {"high": 20 + generator.standard_normal(4000)})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(told.apart) >= 80 and len(told.above("n0")) >= 1
+    assert peak < 30e6  # 3,240 pairs of 4,000 draws have 104 MB
 
 
 def test_estimates_without_spread_or_draws_are_not_ranked():

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import brentq
 
 from linnet.config import ConfigError, count_of, nearest, refuse
 from linnet.laws.fit import law as resampling
@@ -340,14 +339,21 @@ def _meet(first, second, reach: tuple[float, float]) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         log_C = (b1 - b2) / (a2 - a1)
         met = np.where((np.abs(a1 - a2) >= 1e-12) & (low <= log_C) & (log_C <= high), np.exp(log_C), np.nan)
-    grid = np.linspace(low, high, 60)
     curved = np.flatnonzero((e1 != 0) | (e2 != 0))
-    signs = np.sign(_gap(grid, *numbers[:, curved, None]))
-    for row, turns in zip(curved, signs[:, 1:] * signs[:, :-1] < 0, strict=True):
-        # Two laws with constants can meet twice. The crossing nearest the data is returned.
-        turn = min(np.flatnonzero(turns), key=lambda i: abs(i - len(grid) / 2), default=None)
-        ends = None if turn is None else (grid[turn], grid[turn + 1])
-        met[row] = np.nan if ends is None else np.exp(brentq(_gap, *ends, args=tuple(numbers[:, row])))
+    grid, bent = np.linspace(low, high, 60), numbers[:, curved, None]
+    signs = np.sign(_gap(grid, *bent))
+    turns = signs[:, 1:] * signs[:, :-1] < 0
+    met[curved] = np.nan
+    meets = turns.any(axis=1)
+    curved, bent, signs = curved[meets], bent[:, meets], signs[meets]
+    # Two laws with constants can meet twice. The crossing nearest the data is returned.
+    turn = np.where(turns[meets], np.abs(np.arange(len(grid) - 1) - len(grid) / 2), np.inf).argmin(axis=1)[:, None]
+    left, right, sign = grid[turn], grid[turn + 1], np.take_along_axis(signs, turn, axis=1)
+    for _ in range(30):  # halves a step of the grid to less than 1e-9 of a crossing
+        middle = (left + right) / 2
+        before = np.sign(_gap(middle, *bent)) == sign
+        left, right = np.where(before, middle, left), np.where(before, right, middle)
+    met[curved] = np.exp(left[:, 0])
     return met
 
 
