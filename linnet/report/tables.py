@@ -102,8 +102,10 @@ def difference_table(study: Study) -> str:
         names = map(escape, (difference.architecture, difference.base, difference.size))
         mark = words(sensitivities, difference.architecture, difference.base, abs(difference.bits), math.log(2))
         verdict = "; ".join(filter(None, (difference.verdict, mark)))
-        rows.append((*names, difference.seeds, f"{difference.bits:+.4f}", interval, printed, escape(verdict)))
-    columns = ("*Architecture", "Base", "Size", "#Seeds", "#Bits per token", "#95 %", "#Printed", "Sign")
+        p = units.MISSING if difference.p is None else f"{difference.p:.2g}"
+        rows.append((*names, difference.seeds, f"{difference.bits:+.4f}", interval, p, printed, escape(verdict)))
+    numbers = ("#Seeds", "#Bits per token", "#95 %", "#p, adjusted", "#Printed")
+    columns = ("*Architecture", "Base", "Size", *numbers, "Sign")
     return shell.table("differences", columns, rows)
 
 

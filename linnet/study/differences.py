@@ -2,18 +2,20 @@
 
 An ablation asks for the sign and size of a difference. Runs of one shape, length and seed read the same batches, so the
 difference of each pair is free of the noise of data order. The interval is that of the mean over seeds (Student's t).
+The signs of a study share the 5 %: p-values are adjusted by Holm's method. In half of all studies of 18 variants that
+equal their base, some interval alone excludes 0.
 """
 
 import csv
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from linnet.config import grouped
-from linnet.laws.orders import side, t_interval
+from linnet.laws.orders import LEVEL, holm, t_interval, t_test
 from linnet.runs.files import write_atomic
 from linnet.study.collect import as_csv, read_plan
 
@@ -35,7 +37,8 @@ class Difference:
         bits: mean difference in bits per token; positive is worse than the base.
         low, high: its 95 % interval; None with fewer than two seeds.
         printed: difference of the printed losses in bits, None if one of the two is not given.
-        verdict: what the interval says about the sign of the printed difference.
+        verdict: what `p` says about the sign of the printed difference.
+        p: p-value of no difference, adjusted over all differences of the study; None without an interval of a width.
     """
 
     architecture: str
@@ -48,6 +51,7 @@ class Difference:
     high: float | None
     printed: float | None
     verdict: str
+    p: float | None = None
 
 
 def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[str, Any]]) -> list[Difference]:
@@ -83,7 +87,10 @@ def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[
                 continue
             pairs = [(fmean(variant[seed]) - fmean(base[seed])) / math.log(2) for seed in seeds]
             results.append(_difference(architecture, named[architecture.base], size, tokens, pairs))
-    return results
+    known = [one.p for one in results if one.p is not None]
+    adjusted = iter(holm(known))
+    results = [one if one.p is None else replace(one, p=next(adjusted)) for one in results]
+    return [replace(one, verdict=_verdict(one)) for one in results]
 
 
 def _shape(row: Mapping[str, Any]) -> str:
@@ -147,22 +154,21 @@ def _read(key: str, value: str) -> Any:
 def _difference(
     variant: "Architecture", base: "Architecture", size: str, target: float, pairs: list[float]
 ) -> Difference:
-    mean, count, low, high = math.fsum(pairs) / len(pairs), len(pairs), None, None
+    mean, count, low, high, p = math.fsum(pairs) / len(pairs), len(pairs), None, None, None
     if count > 1:
         low, high = t_interval(pairs)
+        p = t_test(pairs)
     printed = None
     if variant.published is not None and base.published is not None:
         printed = round(variant.published - base.published, 6)
-    told = _verdict(low, high, printed)
-    return Difference(variant.name, base.name, size, target, count, mean, low, high, printed, told)
+    return Difference(variant.name, base.name, size, target, count, mean, low, high, printed, "", p)
 
 
-def _verdict(low: float | None, high: float | None, printed: float | None) -> str:
-    if low is None or high is None:
+def _verdict(difference: Difference) -> str:
+    if difference.low is None:
         return "cannot be told: one seed"
-    worse = side(low, high)
-    if not worse:
+    if difference.p is None or difference.p >= LEVEL:
         return "cannot be told"
-    if not printed:
-        return "worse" if worse > 0 else "better"
-    return "sign as printed" if worse * printed > 0 else "opposite sign"
+    if not difference.printed:
+        return "worse" if difference.bits > 0 else "better"
+    return "sign as printed" if difference.bits * difference.printed > 0 else "opposite sign"

@@ -3,6 +3,7 @@
 import csv
 import math
 
+import numpy as np
 import pytest
 
 from linnet.config import ConfigError, parse
@@ -94,6 +95,25 @@ def test_the_verdict_is_about_the_sign(shift, printed, verdict):
     rows += [row("a", seed, 1.0 + seed + shift + 0.01 * seed) for seed in range(3)]
     assert [one.verdict for one in differences(architectures(**printed), rows)] == [verdict]
     assert differences(architectures(**printed), [r for r in rows if r["seed"] == 0])[0].verdict.endswith("one seed")
+
+
+def test_variants_that_equal_their_base_get_a_sign_in_one_of_twenty_studies():
+    generator, told = np.random.default_rng(0), 0
+    names = [f"v{number}" for number in range(18)]
+    compared = [Architecture(name="base"), *(Architecture(name=name, base="base") for name in names)]
+    for _ in range(200):
+        losses = 2 + 0.01 * generator.standard_normal((19, 3))
+        rows = [
+            row(name, seed, loss)
+            for name, own in zip(["base", *names], losses, strict=True)
+            for seed, loss in enumerate(own)
+        ]
+        told += any(not one.verdict.startswith("cannot") for one in differences(compared, rows))
+    assert 1 <= told <= 19  # 5 % is 10, with three standard errors; 105 by each interval alone
+    rows += [row("v3", seed, 9.0 + 1e-4 * generator.standard_normal()) for seed in range(3, 6)]
+    rows += [row("base", seed, 2.0) for seed in range(3, 6)]
+    rows = [one for one in rows if one["architecture"] in ("base", "v3") and one["seed"] > 2]
+    assert [(one.verdict, one.p < 1e-6) for one in differences(compared, rows)] == [("worse", True)]
 
 
 def test_a_base_that_is_not_in_the_study_is_refused_by_name():

@@ -355,12 +355,13 @@ def _print_differences(settings: "StudyConfig", result: "StudyResult", sensitivi
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     if not differences:
         return
-    columns = ("architecture", "base", "size", "#seeds", "#bits", "#95 %", "#printed", "")
+    columns = ("architecture", "base", "size", "#seeds", "#bits", "#95 %", "#p, adjusted", "#printed", "")
     table = make_table(*columns, style={"header_style": "bold"})
     for row in differences:
         interval = "" if row.low is None else f"{row.low:+.4f} to {row.high:+.4f}"
         printed = "" if row.printed is None else f"{row.printed:+.3f}"
-        numbers = (str(row.seeds), f"{row.bits:+.4f}", interval, printed)
+        p = "" if row.p is None else f"{row.p:.2g}"
+        numbers = (str(row.seeds), f"{row.bits:+.4f}", interval, p, printed)
         table.add_row(row.architecture, row.base, row.size, *numbers, row.verdict)
     console.print("loss minus that of the base, paired by seed, bits per token (differences.csv):", highlight=False)
     console.print(table)
