@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import minimize
 from scipy.spatial import Delaunay
+from scipy.special import ndtri, stdtrit
 
 from linnet.config import count_of
 from linnet.laws.fit import law as resampling
@@ -276,9 +277,11 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     thetas, objectives = solve(terms, starts, y, weights, *fit.minimised, tolerance=1e-9)
     best = objectives.reshape(resamples, len(each)).argmin(axis=1)
     thetas = thetas.reshape(resamples, len(each), 5)[np.arange(resamples), best]
-    # Residuals of n runs are smaller than their errors by the root of (n - 5) / n, and so are the moves of the draws.
+    # Residuals of n runs are smaller than their errors by the root of (n - 5) / n, and of few runs the noise is unsure.
     count = len(set(runs))
-    thetas = theta + (thetas - theta) * np.sqrt(count / max(count - 5, 1))
+    freedom = max(count - 5, 1)
+    student = float(stdtrit(freedom, 0.975) / ndtri(0.975))
+    thetas = theta + (thetas - theta) * np.sqrt(count / freedom) * student
     # A resample in which a term vanished or changed its direction has no optimum: it gives NaN, not a draw.
     thetas[(thetas[:, 3:] <= 1e-3).any(axis=1) | (np.abs(thetas[:, :3]) > 200).any(axis=1)] = np.nan
     kept, reason = resampling.usable(thetas)

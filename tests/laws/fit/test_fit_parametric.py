@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.optimize import check_grad, least_squares
+from scipy.special import stdtrit
 
 from linnet.laws.fit import apply_convention, fit_parametric, fit_study
 from linnet.laws.fit.lse import Objective
@@ -91,7 +92,7 @@ def test_bootstrap_keeps_checkpoints_of_a_run_together(surface):
 
 
 def test_intervals_of_few_runs_are_as_wide_as_their_errors(surface):
-    """Twelve residuals of five numbers are smaller than their errors by the root of 7 / 12."""
+    """Twelve residuals of five numbers are smaller than their errors by the root of 7 / 12, and leave Student's t."""
     random, ratios = np.random.default_rng(0), []
     runs = surface.ladder([1e18, 1e20], spread=np.linspace(-1.2, 1.2, 6))
     N, D, C = (runs[name].to_numpy() for name in "NDC")
@@ -107,8 +108,8 @@ def test_intervals_of_few_runs_are_as_wide_as_their_errors(surface):
         slope = [(_log_losses(theta + 1e-5 * step, *at[1:]) - np.log(at[0])).item() / 1e-5 for step in np.eye(5)]
         error = np.sqrt(slope @ covariance @ slope)
         spans = fit.L.interval_at(1e20), fit.interval_at(float(at[1][0]), float(at[2][0]))
-        ratios.append([np.log(high / low) / (3.92 * error) for low, high in spans])
-    assert (np.median(ratios, axis=0) > 0.85).all() and (np.median(ratios, axis=0) < 1.3).all(), ratios
+        ratios.append([np.log(high / low) / (2 * stdtrit(7, 0.975) * error) for low, high in spans])
+    assert (np.median(ratios, axis=0) > 1.0).all() and (np.median(ratios, axis=0) < 1.6).all(), ratios
 
 
 def _exponents(fit):
