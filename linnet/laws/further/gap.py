@@ -8,7 +8,7 @@ the fourth column of the result is its tokens per parameter relative to the opti
 import numpy as np
 import pandas as pd
 
-from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, errors, interval, theil_sen, two_sided
+from linnet.laws.further.base import Estimate, LawFit, Options, Prediction, errors, holm, interval, theil_sen, two_sided
 from linnet.laws.further.optima import Optimum, find_optima
 
 OFFSETS = (-0.9, -0.75, -0.5, -0.25, 0.0, 0.5, 1.0)
@@ -99,9 +99,12 @@ def _slopes(optima: dict[str, list[Optimum]], law: LawFit) -> list[Estimate]:
         drawn = np.empty(0)
         if all(minimum.draws for minimum in at):
             drawn = theil_sen(np.array(shares), np.stack([drawn_gap(minimum, HALF) for minimum in at], axis=1))
-        p = two_sided(drawn)
-        note = "" if p is None else "the gap grows with the share" if p < 0.05 and slope > 0 else "no growth shown"
-        estimates.append(Estimate("slope of gap(-0.5) on attention_share", slope, interval(drawn), of, p, 0.0, note))
+        name = "slope of gap(-0.5) on attention_share"
+        estimates.append(Estimate(name, slope, interval(drawn), of, two_sided(drawn), 0.0))
+    holm(estimates)
+    for slope in estimates:
+        grows = slope.p is not None and slope.p < 0.05 and slope.number > 0
+        slope.note = "" if slope.p is None else "the gap grows with the share" if grows else "no growth shown"
     if not estimates:
         law.notes.append("no slope on the share of attention: no budget has three different values of attention_share")
     return estimates

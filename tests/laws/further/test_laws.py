@@ -80,7 +80,7 @@ def test_two_lineages_of_one_share_are_refused(tables):
     assert "--architectures" in one(pd.concat([table, other], ignore_index=True), "share", 0).refused[0]
 
 
-def test_gaps_follow_their_definition(tables):
+def test_gaps_follow_their_definition(tables, monkeypatch):
     law = one(tables.state_table(0, noise=0.0), "gap", 0)
     rows = {(row["architecture"], row["budget"], row["delta"]): row for row in law.points["gaps"]}
     row = rows["half", 4e18, -0.5]
@@ -91,6 +91,9 @@ def test_gaps_follow_their_definition(tables):
     assert below["gap"] is None and "train smaller models" in below["refused"]
     slopes = [e for e in law.estimates if e.name.startswith("slope")]
     assert len(slopes) == 5 and all(slope.value > 0 for slope in slopes)
+    monkeypatch.setattr("linnet.laws.further.gap.two_sided", lambda drawn: 0.02)
+    slopes = [e for e in one(tables.state_table(0), "gap", 40).estimates if e.name.startswith("slope")]
+    assert {(slope.p, slope.note) for slope in slopes} == {(0.1, "no growth shown")}, "one of five budgets by chance"
 
 
 def test_joint_surfaces_tell_exponents_apart(tables):
