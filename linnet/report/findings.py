@@ -138,7 +138,8 @@ def _lowest_loss(study: Study) -> str:
         low, high = (units.loss(value) for value in (best["loss"].min(), best["loss"].max()))
         tested = len(loss.tested) > 1
         why = "the intervals of all differences together hold 0" if tested else "there are no intervals"
-        text = f"{where}, the losses of {_all(list(best['architecture']))} cannot be told apart ({why}): "
+        names = sorted(best["architecture"], key=study.architectures.index)  # an order by the loss would be a ranking
+        text = f"{where}, the losses of {_all(names)} cannot be told apart ({why}): "
         span = low if low == high else f"between {low} and {high}"
         text += f"the lowest that each has is {span} nats per token."
     if level and apart:

@@ -389,9 +389,9 @@ def test_seeds_of_a_study_at_fixed_tokens_are_no_budget(study, write):
     text = write(folder).text
     assert "At the largest budget" not in text
     assert re.search(
-        r"Over all runs, the losses of hgrn2 and tnl cannot be told apart \(there are no .*\): .*4.1000 and 4.3000",
+        r"Over all runs, the losses of tnl and hgrn2 cannot be told apart \(there are no .*\): .*4.1000 and 4.3000",
         text,
-    )
+    ), "in the order of the study, not of the losses"
 
 
 def test_hand_made_table_without_study_or_runs(tmp_path, write):
