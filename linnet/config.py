@@ -271,6 +271,14 @@ def first_names(names: typing.Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def seen(text: str) -> str:
+    """Returns text with control characters, and those that turn the direction of a line, as their numbers.
+
+    In names of a table that someone else made, they move the cursor of a terminal, and end a process that draws them.
+    """
+    return re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda found: f"U+{ord(found[0]):04X}", text)
+
+
 FIGURES = ("altair", "vl_convert")  # modules of the extra `study` that draw figures
 FITS = ("pandas", "scipy")  # the others, for tables and fits
 

@@ -20,6 +20,7 @@ import pandas as pd
 from linnet import provenance
 from linnet.config import ConfigError, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, IsoflopGroup, Law, StudyFit, fit_study
+from linnet.laws.fit.table import labels
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
 from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, TEXTS, complete, describe, load_study, read_plan, renew
@@ -326,7 +327,8 @@ def check_table(rows):
         if name not in texts:
             table[name] = pd.to_numeric(table[name], errors="coerce")
     table["status"] = table["status"].astype(object).fillna("done")
-    table[["run", "architecture"]] = table[["run", "architecture"]].astype(str)
+    for name in ("run", "architecture"):
+        table[name] = labels(table[name].astype(str))
     numbers = table[["params_non_embedding", "tokens", "flops", "loss"]]
     table["usable"] = (table["status"] == "done") & ((numbers > 0) & (numbers < math.inf)).all(axis=1)
     return table

@@ -22,7 +22,7 @@ from linnet.config import ConfigError
 from linnet.laws.fit import fit_study
 from linnet.report import shell, write_report
 from linnet.report.figures import CROSS
-from linnet.report.findings import _speed
+from linnet.report.findings import _speed, findings
 from linnet.report.records import read_study
 from linnet.report.run import training_curves
 from linnet.study.collect import load_study
@@ -392,6 +392,19 @@ def test_seeds_of_a_study_at_fixed_tokens_are_no_budget(study, write):
         r"Over all runs, the losses of tnl and hgrn2 cannot be told apart \(there are no .*\): .*4.1000 and 4.3000",
         text,
     ), "in the order of the study, not of the losses"
+
+
+def test_control_characters_of_names_are_spelled_out(tmp_path):
+    """They would move the cursor of a terminal, turn the direction of a line, and end the process that draws."""
+    lines = ["run,architecture,params_non_embedding,tokens,flops,loss"]
+    for name in ("a\x1b[31mb", " c\u202ed"):
+        lines += [f"r{n:g}{name},{name},{n},{1e12 / (6 * n)},1e12,{1 + 30 / n**0.35}" for n in (1e4, 2e4, 4e4, 8e4)]
+    (tmp_path / "table.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    study = read_study(tmp_path, bootstrap=0)
+    assert sorted(study.architectures) == ["aU+001B[31mb", "cU+202Ed"] == sorted(study.fits)
+    assert "aU+001B[31mb" in " ".join(findings(study))
+    drawn = shell._seen({"data": [{"name": "a\x07", "n": 1}], "title": "two\nlines"})
+    assert drawn == {"data": [{"name": "aU+0007", "n": 1}], "title": "two\nlines"}
 
 
 def test_hand_made_table_without_study_or_runs(tmp_path, write):
