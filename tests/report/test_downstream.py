@@ -102,7 +102,7 @@ def _failed(folder: Path) -> str:
     return next(path.parent.name for path in (folder / "runs").glob("*/error.txt"))
 
 
-def of_two(first: float, second: float, chance: float | None, questions: float = 400, noise=None) -> downstream.Series:
+def of_two(first: float, second: float, chance: float | None, questions: float = 400, noise=None, fitted=40):
     """A metric of one run of each of two architectures."""
     rows = [
         dict.fromkeys(downstream.COLUMNS, 1.0)
@@ -110,6 +110,7 @@ def of_two(first: float, second: float, chance: float | None, questions: float =
         for name, value in (("tnl", first), ("llama", second))
     ]
     fit = types.SimpleNamespace(rms_error=noise, transfer=types.SimpleNamespace(refused=["too few points"]))
+    fit.law = types.SimpleNamespace(points=fitted)
     points = pd.DataFrame(rows).astype({"last": bool})
     return downstream.Series("quiz", "accuracy", chance, points, {"tnl": fit, "llama": fit})
 
@@ -127,6 +128,8 @@ def of_two(first: float, second: float, chance: float | None, questions: float =
         (of_two(1.0, 0.75, 0.25, 12), "cannot be told apart"),
         (of_two(3.0, 2.0, None), "<b>llama</b> with 2.000 and <b>tnl</b> with 3.000 cannot be told apart."),
         (of_two(3.0, 2.0, None, noise=0.1), "the best is <b>llama</b> with 2.000, after 10¹² FLOPs."),
+        (of_two(3.0, 2.0, None, noise=0.1, fitted=4), "cannot be told apart"),
+        (of_two(3.0, 2.0, None, noise=0.1, fitted=2), "cannot be told apart"),
         (of_two(0.9, 0.5, 0.25, noise=0.3), "cannot be told apart"),
     ],
 )

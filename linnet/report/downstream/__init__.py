@@ -258,18 +258,21 @@ def finding(series: list[Series]) -> list[str]:
 def _order(series: Series, runs: list) -> Order:
     """Returns which runs, one of each architecture, are told apart.
 
-    The error of a value is that of a share of so many questions, and that of the architecture's fit. Without either,
-    nothing tells how far chance moves it.
+    The error of a value is that of a share of so many questions, and that of the architecture's fit, whose residuals of
+    n runs are smaller than their errors by the root of (n - 2) / n and leave Student's t. Without either, nothing tells
+    how far chance moves it.
     """
     errors = {}
     for run in runs:
-        fit = series.fits.get(run["architecture"])
-        noise = fit.rms_error or 0.0 if fit is not None else 0.0
+        fit, noise, freedom = series.fits.get(run["architecture"]), 0.0, math.inf
+        if fit is not None and fit.rms_error and fit.law.points > 2:
+            freedom = fit.law.points - 2
+            noise = fit.rms_error * math.sqrt(fit.law.points / freedom)
         if series.chance is not None and math.isfinite(run["questions"]):
             smoothed = (run["value"] * run["questions"] + 1) / (run["questions"] + 2)  # so that all right has an error
             noise = math.hypot(noise, _error(smoothed, run["questions"]))
         if noise:
-            errors[run["architecture"]] = noise, math.inf
+            errors[run["architecture"]] = noise, freedom
     return order_of_means({run["architecture"]: run["value"] for run in runs}, errors, SHOWN)
 
 
