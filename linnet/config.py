@@ -271,12 +271,16 @@ def first_names(names: typing.Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def seen(text: str) -> str:
-    """Returns text with control characters, and those that turn the direction of a line, as their numbers.
+def printable(text: str, lines: bool = True) -> str:
+    """Returns text with control characters, and those that turn the direction of a line, as escapes.
 
-    In names of a table that someone else made, they move the cursor of a terminal, and end a process that draws them.
+    In names of received files they move the cursor of a terminal, and end a process that draws them.
+
+    Args:
+        lines: keep tabs and line breaks.
     """
-    return re.sub("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda found: f"U+{ord(found[0]):04X}", text)
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda sign: ascii(sign[0])[1:-1], text)
+    return text if lines else text.replace("\t", "\\t").replace("\n", "\\n")
 
 
 FIGURES = ("altair", "vl_convert")  # modules of the extra `study` that draw figures

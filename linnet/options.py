@@ -56,11 +56,6 @@ AllowPlugins = Annotated[
 ]
 
 
-def printable(text: str) -> str:
-    """Returns text for a terminal, with control characters, which names in received files may have, as escapes."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
-
-
 def options(function: F) -> F:
     """Gives a function the signature from which typer makes arguments and options; the top of this file says how."""
     groups: dict[str, type] = {}

@@ -13,8 +13,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from linnet.cli import app as linnet_app
-from linnet.config import Config, ConfigError, entries
-from linnet.options import AsJson, Count, by_option, options, parse_options, printable, values_of
+from linnet.config import Config, ConfigError, entries, printable
+from linnet.options import AsJson, Count, by_option, options, parse_options, values_of
 
 CALLS = []
 

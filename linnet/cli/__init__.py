@@ -36,8 +36,7 @@ from linnet.cli.study import study
 from linnet.cli.study.tune import tune
 from linnet.cli.train import train
 from linnet.companions import Offer, companions
-from linnet.config import ConfigError
-from linnet.options import printable
+from linnet.config import ConfigError, printable
 from linnet.signals import Interrupt, Terminated
 
 ANEW = "the same command starts again from the beginning"

@@ -6,7 +6,8 @@ from typing import Literal
 import typer
 
 from linnet.companions import Offer
-from linnet.options import AllowPlugins, options, printable
+from linnet.config import printable
+from linnet.options import AllowPlugins, options
 
 Own = Literal["hf", "llama", "vit", "timm", "linnet", "qwen2", "qwen3"]
 Hybrid = Literal["bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next"]

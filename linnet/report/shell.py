@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import linnet
 from linnet import provenance
-from linnet.config import ConfigError, seen, unwritable
+from linnet.config import ConfigError, printable, unwritable
 from linnet.report import style, units
 from linnet.report.drawing import Figure
 from linnet.runs import RunFolder
@@ -68,7 +68,7 @@ def typed(*words: str | Path, **options: object) -> str:
 def write_pictures(folder: Path, figure: Figure) -> None:
     import vl_convert
 
-    themed = _seen(figure.spec) | {"config": style.theme(font=style.PICTURE_FONT), "padding": 12}
+    themed = _printable(figure.spec) | {"config": style.theme(font=style.PICTURE_FONT), "padding": 12}
     svg = vl_convert.vegalite_to_svg(themed, vl_version=_vegalite())
     ids: dict[str, int] = {}  # counted from 0 in each file; vega counts through the process
     svg = re.sub(r'(id="clip|url\(#clip)(\d+)', lambda clip: clip[1] + str(ids.setdefault(clip[2], len(ids))), svg)
@@ -78,13 +78,13 @@ def write_pictures(folder: Path, figure: Figure) -> None:
             path.write_bytes(content)
 
 
-def _seen(spec):
+def _printable(spec):
     """Returns a specification without the characters that end the process which draws them."""
     if isinstance(spec, dict):
-        return {key: _seen(value) for key, value in spec.items()}
+        return {key: _printable(value) for key, value in spec.items()}
     if isinstance(spec, list):
-        return [_seen(value) for value in spec]
-    return "\n".join(map(seen, spec.split("\n"))) if isinstance(spec, str) else spec
+        return [_printable(value) for value in spec]
+    return printable(spec) if isinstance(spec, str) else spec
 
 
 @functools.cache

@@ -401,10 +401,10 @@ def test_control_characters_of_names_are_spelled_out(tmp_path):
         lines += [f"r{n:g}{name},{name},{n},{1e12 / (6 * n)},1e12,{1 + 30 / n**0.35}" for n in (1e4, 2e4, 4e4, 8e4)]
     (tmp_path / "table.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     study = read_study(tmp_path, bootstrap=0)
-    assert sorted(study.architectures) == ["aU+001B[31mb", "cU+202Ed"] == sorted(study.fits)
-    assert "aU+001B[31mb" in " ".join(findings(study))
-    drawn = shell._seen({"data": [{"name": "a\x07", "n": 1}], "title": "two\nlines"})
-    assert drawn == {"data": [{"name": "aU+0007", "n": 1}], "title": "two\nlines"}
+    assert sorted(study.architectures) == ["a\\x1b[31mb", "c\\u202ed"] == sorted(study.fits)
+    assert "a\\x1b[31mb" in " ".join(findings(study))
+    drawn = shell._printable({"data": [{"name": "a\x07", "n": 1}], "title": "two\nlines"})
+    assert drawn == {"data": [{"name": "a\\x07", "n": 1}], "title": "two\nlines"}
 
 
 def test_hand_made_table_without_study_or_runs(tmp_path, write):

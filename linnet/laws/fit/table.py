@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.config import ConfigError, count_of, nearest, refuse, seen
+from linnet.config import ConfigError, count_of, nearest, printable, refuse
 from linnet.laws.fit.reading import lines_of, read_cells
 
 ALIASES = {
@@ -472,8 +472,8 @@ def _find_columns(names: list[str], columns: dict[str, str], needed: Sequence[st
 
 
 def labels(cells: pd.Series) -> list[str]:
-    """Returns names without white space around them, with control characters spelled out (see `seen`)."""
-    return [seen(cell.strip()) for cell in cells]  # faster than `Series.str` for a million cells
+    """Returns names without white space around them, with control characters spelled out."""
+    return [printable(cell.strip(), lines=False) for cell in cells]  # faster than `Series.str` for a million cells
 
 
 def _plain(name: str) -> str:
