@@ -128,7 +128,7 @@ def _page(
 def _differences(study: Study) -> list[str]:
     caption = (
         "Held-out loss minus that of the base at the same shape and tokens, paired by seed, with the 95 % interval of "
-        "the mean over seeds (Student's t). A sign is told at p < 0.05, adjusted over all rows by Holm's method. "
+        "the mean over seeds (Student's t). A sign is stated at p < 0.05, adjusted over all rows by Holm's method. "
         "Printed: the difference of the losses that a paper prints for larger models, whose sign need not be that of "
         "these."
     )

@@ -97,7 +97,7 @@ def invert(overlaps, r, c, zeros, narrow, half):
 
 @gluon.jit
 def store_rows(pointer, x, WIDTH: gl.constexpr):
-    """The first WIDTH columns of x [R, N] in the dtype of the pointer, 16 bytes a thread."""
+    """The first WIDTH columns of x [R, N] in the dtype of the pointer, 16 bytes per thread."""
     N: gl.constexpr = x.shape[1]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, ROWS))[:, None]
