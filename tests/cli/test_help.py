@@ -58,6 +58,7 @@ def test_help_is_whole_at_80_columns(verb, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     shown = CliRunner().invoke(app, [*verb.split(), "--help"]).output.replace("--no-allow-plu…", "")
     assert "…" not in shown.replace("no-allow-plugin…", "")  # the default of corpus score's pair of flags
+    assert "<bool>" not in shown.rpartition("--help ")[0]  # switches take no value
     context = typer.Context(COMMANDS[verb])
     for parameter in VERBS[verb].values():
         if parameter.param_type_name == "option":
