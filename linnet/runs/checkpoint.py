@@ -269,7 +269,7 @@ def layout(path: Path) -> dict[str, int] | None:
 
 
 def clean(folder: Path) -> None:
-    """Removes unfinished checkpoints of killed processes. Call it only while holding the run's lock."""
+    """Removes what killed processes left of checkpoints. Call it only while holding the run's lock."""
     if folder.is_dir():
         for path in folder.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
@@ -283,14 +283,22 @@ def set_aside_after(folder: Path, good: Path | None) -> list[Path]:
     for path in listed(folder):
         if good is None or step_of(path) > step_of(good):
             bad = path.with_name(path.name + ".bad")
-            _remove(bad)
+            remove(bad)
             moved.append(path.rename(bad))
     return moved
 
 
-def _remove(path: Path) -> None:
-    """Removes a checkpoint, or the file or link that is in its place."""
+def remove(path: Path) -> None:
+    """Removes a checkpoint, or the file or link that is in its place.
+
+    It is renamed first: after a kill, a folder that lacks some of its files must not have the name of a checkpoint.
+    `clean` removes the rest.
+    """
     if path.is_dir() and not path.is_symlink():
+        removed = path.with_name(f".{path.name}.removed.tmp")
+        shutil.rmtree(removed, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path = path.rename(removed)
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -312,7 +320,7 @@ def complete(
     file.write_text(_state_text(state), encoding="utf-8")
     sync_file(file)
     sync_folder(temporary)
-    _remove(target)  # it exists only after a fallback to an older checkpoint
+    remove(target)  # it exists only after a fallback to an older checkpoint
     os.rename(temporary, target)
     sync_folder(target.parent)
 
@@ -345,7 +353,7 @@ def keep_last(folder: Path, keep: int | None, best: int | None = None) -> None:
     if keep is not None:
         for old in listed(folder)[:-keep]:
             if step_of(old) != best:
-                _remove(old)
+                remove(old)
 
 
 def _write(temporary: Path, tensors: Tensors) -> dict[str, dict]:

@@ -499,7 +499,7 @@ class Run:
             self.saver.wait()
         path, tensors, meta, _ = self.latest_good()
         if path == self.returned_to and len(on_main(self.folder.checkpoints)) > 1:
-            on_main(lambda: shutil.rmtree(path))
+            on_main(lambda: checkpoint.remove(path))
             path, tensors, meta, _ = self.latest_good()
         if path is None:
             raise shared(checkpoint.CheckpointError([f"{folder}: no good checkpoint to roll back to"]))

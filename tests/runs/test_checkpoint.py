@@ -206,6 +206,25 @@ def test_what_killed_writers_left_is_no_checkpoint(tmp_path):
     assert os.listdir(tmp_path) == [good.name]
 
 
+def test_a_removal_that_a_kill_interrupts_leaves_only_whole_checkpoints(tmp_path, monkeypatch):
+    for step in (10, 20):
+        write(tmp_path, step)
+
+    def killed(path, **_):
+        if os.path.isdir(path):
+            os.unlink(path / "model.safetensors")
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.keep_last(tmp_path, 1)
+    assert len(os.listdir(tmp_path)) == 2  # the rest of the removed one is there
+    assert [path.name for path in checkpoint.listed(tmp_path)] == ["step-00000020"]
+    checkpoint.clean(tmp_path)
+    assert os.listdir(tmp_path) == ["step-00000020"]
+
+
 FORGED = {
     "format": None, "step": "20", "sha256": {"model.safetensors": "00"}, "meta": [], "layout": [2],
     "meta.clock": [1.0], "meta.guard": {"losses": []}, "meta.position": -1, "meta.recent": [[1.0]], "meta.rows": {},
