@@ -118,12 +118,18 @@ def unfinished_like(settings: dict[str, Any], root: str | Path) -> str | None:
             if folder.done or folder.owner() is not None:
                 continue
             step = checkpoint.step_of(saved[-1]) if (saved := folder.checkpoints()) else 0
-            stored = _plain(folder.config)
+            stored_values = folder.config
+            stored = _plain(stored_values)
             differ = [key for key in wanted if key in stored and wanted[key] != stored[key]]
+            if not differ and stored_values.get("architecture") != settings.get("architecture"):
+                continue  # the same training under another label
             candidates.append((len(differ), f"{folder.path} (at step {step:,})", differ, stored))
     count, name, differ, stored = min(candidates, key=lambda candidate: candidate[0], default=(0, "", [], {}))
-    if not 0 < count <= 3:
+    if not name or count > 3:
         return None
+    if not count:
+        why = "a file that they name has changed; to continue it, restore the file as it was when it began"
+        return f"this is a new run; {name} is unfinished and has the same keys, but {why}"
     here = ", ".join(f"{key} {shown(wanted[key])}, there {shown(stored[key])}" for key in differ)
     changes = [f"{key}={'null' if stored[key] is None else stored[key]}" for key in differ]
     there = shlex.join(word for change in changes for word in ("--set", change))

@@ -18,7 +18,7 @@ from linnet.study import run_study
 from linnet.study.collect import load_study
 from linnet.train import TrainConfig, run_folder, train
 from linnet.train.config import RunConfig, present
-from linnet.train.identity import DROPPED, contents_of, digest_of, find, read_config
+from linnet.train.identity import DROPPED, contents_of, digest_of, find, read_config, unfinished_like
 from linnet.train.identity import settings as settings_of
 
 SPEC = importlib.util.spec_from_file_location("reference", Path(__file__).parents[2] / "docs/reference/generate.py")
@@ -264,6 +264,20 @@ def test_text_counts_by_content(settings, tmp_path, text):
     assert digest_of(moved, contents_of(moved)) != digest_of(settings(), contents_of(settings()))
     copied.unlink()
     assert contents_of(moved) is None
+
+
+def test_a_note_names_the_unfinished_run_whose_text_has_changed(settings, cache, tmp_path):
+    file, root = tmp_path / "mine.txt", tmp_path / "runs"
+    file.write_text("some text to begin with\n" * 400)
+    config = settings(data={"source": [str(file)], "tokenizer": "byte"})
+    begun = run_folder(config, root, cache)
+    values = config.model_dump(mode="json")
+    file.write_text("some text to begin with\n" * 401)
+    note = unfinished_like(values, root)
+    assert begun.path.name in note and "file" in note
+    assert unfinished_like(values | {"architecture": "mine"}, root) is None
+    begun.write_result({"status": "done"})
+    assert unfinished_like(values, root) is None
 
 
 def test_tokenizer_plugin_and_first_weights_count_by_content(settings, cache, tmp_path):
