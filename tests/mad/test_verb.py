@@ -196,6 +196,15 @@ def test_a_mixer_from_a_file_keeps_its_state_if_no_option_reaches_the_usual_one(
         assert "--state 0" in problems.pop() and not problems
 
 
+def test_a_mixer_alone_is_said_to_be_one_layer_beside_a_mixer_file(tmp_path):
+    small = ["--tasks", "memorization", "--settings", "baseline", "--out", tmp_path / "mad", "--plan"]
+    alone = call("run", "gdn", "attention+swiglu x2", *small)
+    assert "note gdn: one layer, without a channel mixer" in alone.stdout and "'gdn+swiglu x2'" in alone.stdout
+    assert alone.exit_code == 0 and alone.stdout.count("note ") == 1, alone.output
+    recall = call("run", "gdn", "--budget", "mqar-short", "--out", tmp_path / "mqar", "--plan")
+    assert recall.exit_code == 0 and "one layer" not in recall.output, recall.output
+
+
 def test_a_mixer_that_fails_while_it_trains_leaves_the_others_their_scores(tmp_path):
     """It passes what is asked on the meta device, in eval mode and without gradients, before any run."""
     text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()

@@ -62,7 +62,8 @@ def run(
 
     Args:
         layouts (LAYOUT...): Recipes ([bold]linnet models mad[/] has the paper's), or quoted layouts such as 'tnl+swiglu
-            x2' (two blocks of width 128).
+            x2' (two blocks of width 128). A token mixer alone is one layer
+            without a channel mixer; in MQAR two.
         mixer (FILE.py:CLASS): A token mixer from a file of your own, in two blocks with swiglu; may be given again.
         budget (NAME): smoke (does it learn at all?), core (the six baselines), screen (26 settings, few samples), full
             (all 66 settings), published (all 66 as the published implementation has them); mqar and mqar-short are
@@ -94,6 +95,7 @@ def run(
     """
     from rich.console import Console
 
+    from linnet.layers.base import MIXERS
     from linnet.mad.architectures import TOTAL
     from linnet.mad.results import RUNS
     from linnet.mad.run import Forms, forms, prepare, train
@@ -143,6 +145,11 @@ def run(
         console.print(_about(name, model, plain[name], mqar), markup=False)
         if not mqar and state is None and (short := _another_state(model)):
             console.print(f"[yellow]note[/] {escape(name)}: {short}")
+        if not mqar and name in MIXERS:
+            console.print(
+                f"[yellow]note[/] {name}: one layer, without a channel mixer; two blocks with one, as of --mixer, "
+                f"are '{name}+swiglu x2'"
+            )
     if plan:
         print_plan(work, bundle, console)
         if as_json:
