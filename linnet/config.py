@@ -424,7 +424,10 @@ def read_yaml(path: str | Path) -> dict:
                 file.seek(0)
                 values = parse_yaml(file)  # raises it again, with the file's name
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError([f"{path}: no such file"]) from None
+        here = "" if path.is_absolute() else f" (relative ones start in {Path.cwd()})"
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1, cutoff=0.6)
+        fix = f"did you mean {str(path.parent / near[0])!r}?" if near else f"give its path{here}"
+        raise ConfigError([f"{path}: no such file; {fix}"]) from None
     except DuplicateKeys as error:
         raise ConfigError(error.problems, str(path)) from None
     except ConfigError:

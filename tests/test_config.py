@@ -506,6 +506,18 @@ def test_files_that_are_not_yaml_are_refused_before_they_are_read(tmp_path):
             read_yaml(path)
 
 
+def test_a_configuration_that_is_not_there_names_a_near_one_or_where_paths_start(tmp_path, monkeypatch):
+    (tmp_path / "demo.yaml").write_text("a: 1\n")
+    monkeypatch.chdir(tmp_path)
+    for path, problem in (
+        ("demmo.yaml", r"demmo\.yaml: no such file; did you mean 'demo\.yaml'\?"),
+        ("other/run.yaml", r"no such file; give its path \(relative ones start in "),
+        (tmp_path / "zzz", r"no such file; give its path$"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            read_yaml(path)
+
+
 def test_messages_quote_a_bounded_part_of_a_value():
     values: dict = {"rate": [["x" * 5000] * 5000] * 5000, "name": 10**6000, "k" * 100_000: 1}
     with pytest.raises(ConfigError) as error:
