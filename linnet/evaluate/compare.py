@@ -346,7 +346,7 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
         if not finite:
             untested = "some of their scores are not finite"
         elif drawn is None:
-            untested = "there is only one item"
+            untested = "there is only one item; evaluate six or more (of a text, documents)"
         elif not np.allclose(weights, weights[0], rtol=1e-9, atol=0):
             untested = "the weights of the items differ between the models (different text or tokenizer)"
         else:

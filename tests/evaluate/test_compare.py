@@ -139,6 +139,11 @@ def test_items_that_weigh_differently_are_not_tested():
     assert not found.differences and "weigh" in found.untested
 
 
+def test_one_item_is_not_tested_and_the_reason_says_what_would_be():
+    [found] = compare(shared({name: [evaluation([1.0])] for name in "ab"}))
+    assert not found.differences and "evaluate six or more" in found.untested
+
+
 @pytest.mark.parametrize("score", [math.nan, math.inf])
 @pytest.mark.parametrize("average", ["mean", "exp"])
 def test_scores_that_are_not_finite_are_no_difference(score, average):
