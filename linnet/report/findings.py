@@ -323,8 +323,8 @@ def _refused(study: Study) -> str:
     groups = [group for fit in study.fits.values() if fit.isoflop is not None for group in fit.isoflop.groups]
     inside = sum(group.inside for group in groups)
     text = (
-        f"{inside} of {len(groups)} optima, one for each architecture and budget, lie between the sizes that were "
-        "trained; the others are refused. "
+        f"{inside} of {len(groups)} optima, one for each architecture and budget, could be fitted between the "
+        "sizes that were trained; the others are refused. "
         if inside < len(groups)
         else ""
     )

@@ -128,13 +128,17 @@ def _page(
 def _differences(study: Study) -> list[str]:
     caption = (
         "Held-out loss minus that of the base at the same shape and tokens, paired by seed, with the 95 % interval of "
-        "the mean over seeds (Student's t). A sign is stated at p < 0.05, adjusted over all rows by Holm's method. "
-        "Printed: the difference of the losses that a paper prints for larger models, whose sign need not be that of "
-        "these."
+        "the mean over seeds (Student's t). A sign is stated at p < 0.05, adjusted over all rows by Holm's method."
     )
+    differences = read_differences(study.folder)
+    if any(difference.printed is not None for difference in differences):
+        caption += (
+            " Printed: the difference of the losses that a paper prints for larger models, whose sign need not be that "
+            "of these."
+        )
     table = tables.difference_table(study)
     rows = study.table[["architecture", "status"]].to_dict("records")
-    lost = missing_pairs(study.bases, rows, read_differences(study.folder))
+    lost = missing_pairs(study.bases, rows, differences)
     lost = [f'<p class="notice">{escape(text)}.</p>' for text in lost]
     return (
         ["<h2>Differences from a base</h2>", f'<p class="caption">{caption}</p>', table, *lost] if table or lost else []

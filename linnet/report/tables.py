@@ -95,16 +95,25 @@ def crossing_table(study: Study) -> str:
 
 def difference_table(study: Study) -> str:
     """Loss of each architecture minus that of its base, from differences.csv; "" if the study has none."""
-    rows, sensitivities = [], study.sensitivities
-    for difference in read_differences(study.folder):
+    rows, sensitivities, differences = [], study.sensitivities, read_differences(study.folder)
+    papers = any(difference.printed is not None for difference in differences)
+    for difference in differences:
         interval = units.MISSING if difference.low is None else f"{difference.low:+.4f} to {difference.high:+.4f}"
         printed = units.MISSING if difference.printed is None else f"{difference.printed:+.3f}"
         names = map(escape, (difference.architecture, difference.base, difference.size))
         mark = words(sensitivities, difference.architecture, difference.base, abs(difference.bits), math.log(2))
         verdict = "; ".join(filter(None, (difference.verdict, mark)))
         p = units.MISSING if difference.p is None else f"{difference.p:.2g}"
-        rows.append((*names, difference.seeds, f"{difference.bits:+.4f}", interval, p, printed, escape(verdict)))
-    numbers = ("#Seeds", "#Bits per token", "#95 %", "#p, adjusted", "#Printed")
+        numbers = (units.count(difference.target), difference.seeds, f"{difference.bits:+.4f}", interval, p)
+        rows.append((*names, *numbers, *([printed] if papers else []), escape(verdict)))
+    numbers = (
+        f"#{study.units.capitalize()}",
+        "#Seeds",
+        "#Bits per token",
+        "#95 %",
+        "#p, adjusted",
+        *(["#Printed"] if papers else []),
+    )
     columns = ("*Architecture", "Base", "Size", *numbers, "Sign")
     return shell.table("differences", columns, rows)
 

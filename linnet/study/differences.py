@@ -32,7 +32,7 @@ class Difference:
     Attributes:
         size: `<width>x<layers>`, with a planned inner width `<width>x<layers>/<inner>`; the planned label, as
             `<width>x<layers>x<heads>`, where an architecture has several sizes of these.
-        target: tokens per run, or the budget in FLOPs.
+        target: tokens, or images, that each run read.
         seeds: number of pairs.
         bits: mean difference in bits per token; positive is worse than the base.
         low, high: its 95 % interval; None with fewer than two seeds.

@@ -2,6 +2,8 @@
 
 import csv
 import math
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,6 +116,29 @@ def test_variants_that_equal_their_base_get_a_sign_in_one_of_twenty_studies():
     rows += [row("base", seed, 2.0) for seed in range(3, 6)]
     rows = [one for one in rows if one["architecture"] in ("base", "v3") and one["seed"] > 2]
     assert [(one.verdict, one.p < 1e-6) for one in differences(compared, rows)] == [("worse", True)]
+
+
+def test_differences_of_one_size_at_two_lengths_are_told_apart(tmp_path, capsys):
+    from rich.console import Console
+
+    from linnet.cli.study import _print_differences
+    from linnet.report.tables import difference_table
+
+    rows = [
+        row(name, seed, 2.0 + seed + (name == "a"), tokens=tokens)
+        for name in ("base", "a")
+        for tokens in (3456, 7654)
+        for seed in range(2)
+    ]
+    settings, result = SimpleNamespace(architectures=architectures()), SimpleNamespace(folder=tmp_path, rows=rows)
+    study = SimpleNamespace(folder=tmp_path, sensitivities={}, units="tokens")
+    for published in ({}, {"base": 2.2, "a": 2.3}):
+        found = differences(architectures(**published), rows)
+        write_atomic(tmp_path / DIFFERENCES, as_csv([asdict(one) for one in found]))
+        _print_differences(settings, result, {}, Console(width=120))
+        printed, page = capsys.readouterr().out, difference_table(study)
+        for text in (printed, page):
+            assert "3.46k" in text and "7.65k" in text and ("rinted" in text) == bool(published)
 
 
 def test_a_base_that_is_not_in_the_study_is_refused_by_name():

@@ -141,7 +141,7 @@ def _marks(study, printed):
     """Whether each place that compares the two architectures says that the rate may decide."""
     lowest = _lowest_loss(study)
     assert "cannot be told apart" in lowest and SAID not in lowest, "one run each: no order that a rate could change"
-    difference = "tnl and llama at 16x1: " in printed
+    difference = "tnl and llama at 16x1, " in printed
     places = (difference_table(study), _differences(study))
     return [difference, *(SAID in text for text in places), _listed(study)]
 

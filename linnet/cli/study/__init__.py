@@ -348,6 +348,7 @@ def _print_differences(settings: "StudyConfig", result: "StudyResult", sensitivi
     import math
 
     from linnet.study.differences import missing_pairs, read_differences
+    from linnet.study.progress import count
     from linnet.study.sensitivity import words
 
     differences = read_differences(result.folder)
@@ -355,19 +356,21 @@ def _print_differences(settings: "StudyConfig", result: "StudyResult", sensitivi
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     if not differences:
         return
-    columns = ("architecture", "base", "size", "#seeds", "#bits", "#95 %", "#p, adjusted", "#printed", "")
+    read = "#tokens" if "tokens" in result.rows[0] else "#images"
+    papers = ("#printed",) if any(row.printed is not None for row in differences) else ()
+    columns = ("architecture", "base", "size", read, "#seeds", "#bits", "#95 %", "#p, adjusted", *papers, "")
     table = make_table(*columns, style={"header_style": "bold"})
     for row in differences:
         interval = "" if row.low is None else f"{row.low:+.4f} to {row.high:+.4f}"
-        printed = "" if row.printed is None else f"{row.printed:+.3f}"
+        printed = ("" if row.printed is None else f"{row.printed:+.3f}",) if papers else ()
         p = "" if row.p is None else f"{row.p:.2g}"
-        numbers = (str(row.seeds), f"{row.bits:+.4f}", interval, p, printed)
+        numbers = (count(row.target), str(row.seeds), f"{row.bits:+.4f}", interval, p, *printed)
         table.add_row(row.architecture, row.base, row.size, *numbers, row.verdict)
     console.print("loss minus that of the base, paired by seed, bits per token (differences.csv):", highlight=False)
     console.print(table)
     for row in differences:
         if mark := words(sensitivities, row.architecture, row.base, abs(row.bits), math.log(2)):
-            text = f"{row.architecture} and {row.base} at {row.size}: {mark}"
+            text = f"{row.architecture} and {row.base} at {row.size}, {count(row.target)} {read[1:]}: {mark}"
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
