@@ -61,7 +61,8 @@ def serve(
 
     /v1/completions, /v1/chat/completions (with a chat template), /v1/models,
     /health, /metrics and /openapi.json; docs/serving.md has the details.
-    Ctrl-C or SIGTERM lets running responses finish first.
+    Ctrl-C or SIGTERM lets running responses finish first, a second Ctrl-C
+    does not.
 
     [bold]linnet serve runs/tnl-10m-0123456789ab[/]
     [bold]LINNET_API_KEY=... linnet serve RUN --host 0.0.0.0 --slots 64[/]
@@ -135,10 +136,15 @@ def serve(
             f"http://{escape(shown)}:{listening}/v1"
         )
 
+    def stopping(running: int) -> None:
+        if running:
+            responses = "1 response" if running == 1 else f"{running} responses"
+            console.print(f"{responses} may end within {settings.grace:g} s (--grace); Ctrl-C again does not wait")
+
     import linnet.serve
 
     with suppress(KeyboardInterrupt, Terminated):
-        linnet.serve.serve(service, listener, started)
+        linnet.serve.serve(service, listener, started, stopping)
     console.print("stopped")
 
 

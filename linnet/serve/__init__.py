@@ -9,8 +9,10 @@ send when they are answered.
 
 import asyncio
 import errno
+import signal
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import h11
@@ -50,19 +52,30 @@ def bind(settings: ServeConfig) -> socket.socket:
     return listener
 
 
-def serve(service: Service, listener: socket.socket, on_start: Callable[[], None] = lambda: None) -> None:
+def serve(
+    service: Service,
+    listener: socket.socket,
+    on_start: Callable[[], None] = lambda: None,
+    on_stop: Callable[[int], None] = lambda running: None,
+) -> None:
     """Serves on `listener` until SIGTERM or SIGINT; running responses then get `grace` seconds to finish.
 
     Args:
         on_start: called when the server accepts requests.
+        on_stop: called with the number of running responses when it accepts no more.
     """
-    Server(service, on_start).run(sockets=[listener])
+    Server(service, on_start, on_stop).run(sockets=[listener])
 
 
 class Server(uvicorn.Server):
     """uvicorn with the settings of `ServeConfig`; `should_exit = True` ends it from another thread."""
 
-    def __init__(self, service: Service, on_start: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        service: Service,
+        on_start: Callable[[], None] = lambda: None,
+        on_stop: Callable[[int], None] = lambda running: None,
+    ):
         settings = service.settings
         config = uvicorn.Config(
             create_app(service),
@@ -78,14 +91,26 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(settings.grace) + 5,
         )
         super().__init__(config)
-        self._service, self._on_start = service, on_start
+        self._service, self._on_start, self._on_stop = service, on_start, on_stop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._on_start()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ends the running responses at a second SIGINT; a third leaves at once, as uvicorn does."""
+        if sig == signal.SIGINT and self.should_exit and not self._ended and self._loop is not None:
+            self._ended = self._service.closing = True
+            self._loop.call_soon_threadsafe(self._service.end_calls)
+        else:
+            super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.closing = True
+        self._on_stop(len(self._service.calls))
         asyncio.get_running_loop().call_later(self._service.settings.grace, self._service.end_calls)
         await super().shutdown(sockets)
 

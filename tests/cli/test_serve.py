@@ -80,6 +80,23 @@ def test_warns_of_an_open_door_and_tells_streams_longer_than_the_grace_at_ctrl_c
         list(stream)
     assert process.wait(300) == 0
     assert "Traceback" not in process.output()
+    assert "1 response may end within 0.5 s (--grace); Ctrl-C again does not wait" in process.output()
+
+
+def test_a_second_ctrl_c_ends_running_responses(started, openai):
+    process, url, _ = started("--grace", "1000")
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    ask = {"model": "tiny", "prompt": "x", "max_tokens": 16384, "stream": True}
+    stream = client.completions.create(**ask, extra_body={"ignore_eos": True})
+    next(stream)
+    process.send_signal(signal.SIGINT)
+    while "Ctrl-C again" not in process.output():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(stream)
+    assert process.wait(60) == 0
+    assert "Traceback" not in process.output()
 
 
 def test_all_that_is_wrong_with_the_command_line_comes_at_once_and_before_the_model():
