@@ -425,8 +425,9 @@ def read_yaml(path: str | Path) -> dict:
                 values = parse_yaml(file)  # raises it again, with the file's name
     except (FileNotFoundError, NotADirectoryError):
         here = "" if path.is_absolute() else f" (relative ones start in {Path.cwd()})"
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1, cutoff=0.6)
-        fix = f"did you mean {str(path.parent / near[0])!r}?" if near else f"give its path{here}"
+        beside = {file.stem: file for file in path.parent.glob("*.yaml")}
+        near = difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.6)
+        fix = f"did you mean {str(beside[near[0]])!r}?" if near else f"give its path{here}"
         raise ConfigError([f"{path}: no such file; {fix}"]) from None
     except DuplicateKeys as error:
         raise ConfigError(error.problems, str(path)) from None

@@ -511,6 +511,7 @@ def test_a_configuration_that_is_not_there_names_a_near_one_or_where_paths_start
     monkeypatch.chdir(tmp_path)
     for path, problem in (
         ("demmo.yaml", r"demmo\.yaml: no such file; did you mean 'demo\.yaml'\?"),
+        ("o.yaml", r"no such file; give its path \(relative ones start in "),
         ("other/run.yaml", r"no such file; give its path \(relative ones start in "),
         (tmp_path / "zzz", r"no such file; give its path$"),
     ):
