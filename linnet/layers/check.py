@@ -429,8 +429,9 @@ def _ask(call: Callable[[], Any], cls: type[Mixer], what: str) -> Any:
         return call()
     except Exception as error:
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-        problem = f"{what} raised {type(error).__name__}{line_of(error, file)}: {' '.join(str(error).split())}"
-        raise ConfigError([f"{problem}; fix this line"], "plugins") from error
+        line = line_of(error, file)
+        problem = f"{what} raised {type(error).__name__}{line}: {' '.join(str(error).split())}"
+        raise ConfigError([f"{problem}; fix {'this line' if line else 'the class'}"], "plugins") from error
 
 
 def _refuse(problem: str) -> None:

@@ -77,7 +77,7 @@ MISTAKES = {
     "width": [("nn.Linear(context.d_model, context.d_model)", "nn.Linear(context.d_model, 3)", r"shape \[2, 256, 3\]")],
     "raises": [("x.cumsum(1)", "x @ x", r"RuntimeError.* 18 .*`s = x @ x")],
     "arguments": [("state=None, cu_seqlens=None", "state=None", "forward.*TypeError: .* positional")],
-    "no_forward": [("def forward", "def foward", "NotImplementedError: Outside has no forward")],
+    "no_forward": [("def forward", "def foward", "NotImplementedError: Outside has no forward; fix the class")],
     "backward": [("return self.out(s),", "return self.out(s).detach(),", "backward.*RuntimeError")],
     "not_finite": [(OUT, "s = s.log()\n        " + OUT, "y .*not finite")],
     "ignores_state": [(STATE, "True else 0", " another y ")],
