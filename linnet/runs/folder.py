@@ -162,6 +162,8 @@ class RunFolder:
             if (run.path / UNFINISHED).is_dir():
                 hint = "; the command that writes it was killed, or still runs: wait for it, or run it again"
             reason = "it has no config.yaml" if run.path.is_dir() else "there is no such folder"
+            if not run.path.exists():
+                hint = "; check the path (linnet runs lists the runs in a folder)"
             reason = "it is a file" if run.path.is_file() else reason
             raise ConfigError([f"{path}: is not a run folder ({reason}){hint}"], "run folder")
         return run

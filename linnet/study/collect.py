@@ -261,7 +261,8 @@ def load_study(
     if not (path / "table.csv").is_file():
         known = path.is_dir()
         what = "holds no table.csv; run `linnet study` to write it" if known else "there is no such file or folder"
-        raise ConfigError([f"{path}: {what}{', or give' if known else '; give'} a CSV"], "study")
+        fix = ", or give a CSV" if known else "; give the folder of a study, or a CSV or JSONL file"
+        raise ConfigError([f"{path}: {what}{fix}"], "study")
     table, notes = load_table(
         path / "table.csv", columns, exclude=exclude, best_of=best_of, loss_unit=loss_unit, keep=keep, point=point
     )

@@ -173,7 +173,12 @@ def test_what_cannot_be_compared(folder):
     result = call("compare", folder / "none", folder / "missing", folder / "tnl", folder / "tnl")
     text = " ".join(result.output.split())
     assert result.exit_code == 2
-    for part in ("none: has no evaluation yet", "missing: is not a run folder", "tnl: is given twice"):
+    for part in (
+        "none: has no evaluation yet",
+        "missing: is not a run folder",
+        "linnet runs lists",
+        "tnl: is given twice",
+    ):
         assert part in text, text
 
 

@@ -114,6 +114,8 @@ def refuse_to_write(path, text):
 def test_not_a_study_folder(tmp_path):
     with pytest.raises(ConfigError, match="study folder"):
         collect(tmp_path)
+    with pytest.raises(ConfigError, match="no such file or folder; give the folder of a study, or a CSV"):
+        load_study(tmp_path / "none")
 
 
 def test_a_folder_of_an_earlier_release_gains_the_columns_of_its_configurations(tmp_path):
