@@ -40,7 +40,7 @@ from linnet.config import ConfigError, printable
 from linnet.signals import Interrupt, Terminated
 
 ANEW = "the same command starts again from the beginning"
-GOING_ON = "run the same command again to go on from what is saved"
+GOING_ON = "run the same command again to resume from what is saved"
 STOPPED = dict.fromkeys(("demo", "train", "study", *companions()), GOING_ON) | {
     "evaluate": f"printed results are saved, and the demo resumes; otherwise {ANEW}"
 }
