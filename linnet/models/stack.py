@@ -180,7 +180,7 @@ def check(config: StackConfig) -> list[str]:
 def unused_options(config: StackConfig) -> list[str]:
     """Returns the options that no block reads with the others as they are (`LayerConfig.needs`), each with the fix.
 
-    An alias may switch an option of the model off in its blocks, so one that any block reads is no problem.
+    An alias may switch an option of the model off in its blocks, so one that any block reads is allowed.
     """
     blocks = [(name, spec) for spec in (*config.stack.before, *config.stack.blocks) for name in spec.names]
     read: dict[str, bool] = {}

@@ -87,10 +87,10 @@ def differences(architectures: "Iterable[Architecture]", rows: Iterable[Mapping[
                 continue
             pairs = [(fmean(variant[seed]) - fmean(base[seed])) / math.log(2) for seed in seeds]
             results.append(_difference(architecture, named[architecture.base], size, tokens, pairs))
-    known = [one.p for one in results if one.p is not None]
+    known = [difference.p for difference in results if difference.p is not None]
     adjusted = iter(holm(known))
-    results = [one if one.p is None else replace(one, p=next(adjusted)) for one in results]
-    return [replace(one, verdict=_verdict(one)) for one in results]
+    results = [row if row.p is None else replace(row, p=next(adjusted)) for row in results]
+    return [replace(row, verdict=_verdict(row)) for row in results]
 
 
 def _shape(row: Mapping[str, Any]) -> str:

@@ -102,9 +102,9 @@ def _slopes(optima: dict[str, list[Optimum]], law: LawFit) -> list[Estimate]:
         name = "slope of gap(-0.5) on attention_share"
         estimates.append(Estimate(name, slope, interval(drawn), of, two_sided(drawn), 0.0))
     holm(estimates)
-    for one in estimates:
-        grows = one.p is not None and one.p < 0.05 and one.number > 0
-        one.note = "" if one.p is None else "the gap grows with the share" if grows else "no growth shown"
+    for estimate in estimates:
+        grows = estimate.p is not None and estimate.p < 0.05 and estimate.number > 0
+        estimate.note = "" if estimate.p is None else "the gap grows with the share" if grows else "no growth shown"
     if not estimates:
         law.notes.append("no slope on the share of attention: no budget has three different values of attention_share")
     return estimates
