@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
     if options.separate and options.csv:
-        parser.error("--separate: is no training's setting, so it has no rows; leave out --csv")
+        parser.error("--separate: no training can be set to it, so the table has no rows of it; leave out --csv")
 
     constants = timing.constants(f"python benchmarks/models.py {shlex.join(sys.argv[1:])}")
     path = timing.RESULTS / f"models-{timing.short_name(constants['gpu'])}.csv"
