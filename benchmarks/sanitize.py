@@ -1,4 +1,4 @@
-"""Every op once, forward and backward, at small shapes that reach each of its kernels: for compute-sanitizer.
+"""The ops once, forward and backward, at small shapes that reach their kernels, and steps: for compute-sanitizer.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # so that each tensor has bounds of its own
     compute-sanitizer --tool memcheck python benchmarks/sanitize.py
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from linnet import ops
+from linnet.inference.decoding import add_pending, prepare_steps
+from linnet.inference.engine import lower_precision
+from linnet.models import build_model, family
 from linnet.ops.attention import causal_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,6 +97,7 @@ def delta() -> None:
 
     for op in ("delta", "kda", "gdn2"):
         run(1, 192, 128, 128, op), run(1, 100, 40, 72, op), run(1, 200, 64, 64, op, documents=True)
+        run(2, 192, 96, 128, op)  # keys that TMA fills up with zeros
     run(1, 64, 64, 64, "kda", strength=40.0)  # pairs in blocks of fewer tokens
     run(1, 32_832, 64, 64)  # in parts, swept beside one another
 
@@ -143,7 +147,40 @@ def rest() -> None:
     differentiate(causal_attention(q, k, v), q, k, v)
 
 
-OPS = {f.__name__: f for f in (lightning, gated, delta, additive, scan, selective, norm, rest)}
+def ssd() -> None:
+    for K, V in ((128, 64), (64, 128), (40, 72)):
+        q, k, v, state = normal(1, 200, 1, K), normal(1, 200, 1, K), normal(1, 200, 4, V), normal(1, 4, K, V).float()
+        g = decays(1, 200, 4)
+        differentiate(ops.ssd(q, k, v, g), q, k, v, g)
+        options = {"initial_state": state.repeat(len(DOCUMENTS) - 1, 1, 1, 1), "output_final_state": True}
+        differentiate(ops.ssd(q, k, v, g, cu_seqlens=DOCUMENTS, **options), q, k, v, g)
+
+
+def long() -> None:
+    x, g, weight = normal(2, 150, 64), decays(64, 8), normal(64, 8, dtype=torch.float32)
+    differentiate(ops.modal_convolution(x, g, weight), x, g, weight)
+    filters = normal(64, 150, dtype=torch.float32)
+    differentiate(ops.long_convolution(x, filters), x, filters)
+
+
+@torch.no_grad()
+def steps() -> None:
+    """Tokens of small models: steps, products of few rows, and states that are written every second token."""
+    for name in ("tnl", "hgrn2", "gla", "gdn", "kda", "gdn2", "mamba2", "lightnet", "llama", "mamba", "hyena"):
+        model = build_model(family(name)(256, 2, 0, 512, vocab_size=1000)).to(DEVICE).requires_grad_(False).eval()
+        lower_precision(model, torch.bfloat16)
+        prepare_steps(model)
+        for rows in (1, 5):
+            tokens, states = torch.arange(rows, device=DEVICE), model.init_state(rows, 64, DEVICE)
+            for _ in range(2):
+                model.step(tokens, states)
+            pending = add_pending(model, states, rows, 2)
+            for _ in range(0 if pending is None else 3):
+                model.step(tokens, states)
+                pending.add_(1).remainder_(2)
+
+
+OPS = {f.__name__: f for f in (lightning, gated, delta, additive, scan, selective, norm, rest, ssd, long, steps)}
 
 if __name__ == "__main__":
     main()
