@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 
+import numpy
 import pytest  # noqa: F401
 import torch
 import torch._dynamo  # noqa: F401
@@ -90,6 +91,56 @@ def patch_faster() -> None:
     semantic.TritonSemantic.broadcast_impl_value = broadcast_if_needed
 
 
+def check_bounds() -> None:
+    """Makes a kernel fail that reads or writes outside the memory of the tensors that it was given."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    load, store, swap, update = (
+        getattr(builder, f"create_{name}") for name in ("masked_load", "masked_store", "atomic_cas", "atomic_rmw")
+    )
+    collect = interpreter.GridExecutor._init_args_hst
+    bounds = numpy.zeros((0, 2), numpy.uint64)  # first byte and end of each memory, in order
+
+    def note(self, arguments, options):
+        nonlocal bounds
+        values = collect(self, arguments, options)
+        tensors = [getattr(x, "base", x) for x in (*values[0], *values[1].values())]  # of a descriptor, its tensor
+        memories = [x.untyped_storage() for x in tensors if isinstance(x, torch.Tensor) and not x.is_meta]
+        pairs = sorted({(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in memories})
+        bounds = numpy.array(pairs, numpy.uint64).reshape(-1, 2)
+        return values
+
+    def check(pointers, mask=None) -> None:
+        places = pointers.data if mask is None else pointers.data[mask.data.astype(bool)]
+        if places.size == 0:
+            return
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        index = bounds[:, 0].searchsorted(places, "right") - 1
+        if (index < 0).any() or (places + size > bounds[index, 1]).any():
+            raise IndexError("outside the memory of the tensors")
+
+    def checked_load(self, pointers, mask, *rest):
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self, pointers, value, mask, *rest):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    def checked_swap(self, pointer, *rest):
+        check(pointer)
+        return swap(self, pointer, *rest)
+
+    def checked_update(self, operation, pointers, value, mask, *rest):
+        check(pointers, mask)
+        return update(self, operation, pointers, value, mask, *rest)
+
+    interpreter.GridExecutor._init_args_hst = note
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    builder.create_atomic_cas, builder.create_atomic_rmw = checked_swap, checked_update
+
+
 def run(path: str) -> None:
     """Calls the file as Python calls a program, and ends the process."""
     sys.path.insert(0, os.path.dirname(path))
@@ -108,6 +159,7 @@ def run(path: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     patch_faster()
+    check_bounds()
     gc.freeze()  # what was imported stays
     gc.set_threshold(20_000, 20, 100)
     for line in sys.stdin:

@@ -262,3 +262,27 @@ def test_what_follows_a_new_kernel_waits_for_it():
     assert order == ["known", "known", "new", "known"]
     launches.start()  # nothing is started twice
     assert len(order) == 4
+
+
+PROGRAM = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def kernel(x, y, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    tl.store(y + place, tl.load(x + place))
+
+kernel[(1,)](torch.zeros({read}), torch.zeros({written}), 16)
+print("agrees")
+"""
+
+
+@pytest.mark.parametrize(("read", "written"), [(16, 16), (15, 16), (16, 15)])
+def test_interpreted_kernels_stay_in_the_memory_of_their_tensors(interpreted, tmp_path, read, written):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM.format(read=read, written=written))
+    if read == written:
+        assert interpreted(str(file)) == 1
+    else:
+        with pytest.raises(AssertionError, match="outside the memory of the tensors"):
+            interpreted(str(file))
