@@ -101,15 +101,20 @@ def main() -> None:
             torch.cuda.empty_cache()
 
 
-def train_step(name: str, tokens: int = 32_768, length: int = 4096) -> Callable[[], None]:
+def train_step(name: str, tokens: int = 32_768, length: int = 4096, documents: int = 1) -> Callable[[], None]:
+    """A step on rows of `length` tokens; with several documents per row, on all of them packed into one row."""
     model = build_model(models.config(name)).to("cuda").train()
     projections.prepare(layers_of(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    inputs, targets = (torch.randint(models.VOCABULARY, (tokens // length, length), device="cuda") for _ in range(2))
+    shape = (tokens // length, length) if documents == 1 else (1, tokens)
+    inputs, targets = (torch.randint(models.VOCABULARY, shape, device="cuda") for _ in range(2))
+    offsets = None
+    if documents > 1:
+        offsets = torch.arange(0, tokens + 1, length // documents, dtype=torch.int32, device="cuda")
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            nll, count = model.loss(inputs, targets)
+            nll, count = model.loss(inputs, targets, offsets)
             loss = nll / count
         loss.backward()
         optimizer.step()
