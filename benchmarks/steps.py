@@ -103,7 +103,7 @@ def main() -> None:
 
 def train_step(name: str, tokens: int = 32_768, length: int = 4096, documents: int = 1) -> Callable[[], None]:
     """A step on rows of `length` tokens; with several documents per row, on all of them packed into one row."""
-    model = build_model(models.config(name)).to("cuda").train()
+    model = build_model(models.config(name), device="cuda").train()
     projections.prepare(layers_of(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (tokens // length, length) if documents == 1 else (1, tokens)
@@ -124,7 +124,7 @@ def train_step(name: str, tokens: int = 32_768, length: int = 4096, documents: i
 
 
 def decode_step(name: str, batch: int) -> Callable[[], None]:
-    model = build_model(models.config(name)).to("cuda").requires_grad_(False).eval()
+    model = build_model(models.config(name), device="cuda").requires_grad_(False).eval()
     lower_precision(model, torch.bfloat16)
     prepare_steps(model)
     tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")

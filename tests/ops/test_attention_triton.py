@@ -8,7 +8,7 @@ from precision import TOLERANCE, assert_near, widen
 from torch.nn import functional as F
 
 from linnet.ops import use_backend
-from linnet.ops.attention import causal_attention
+from linnet.ops.attention import causal_attention, full_attention
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -80,12 +80,17 @@ def test_compiles_as_one_graph_with_and_without_vmap():
 
 
 @gpu
-def test_wide_heads_run_in_pytorch_under_vmap_too():
-    q, k, v = (torch.randn(3, 2, 33, 4, 40, device="cuda", requires_grad=True) for _ in range(3))
-    o = torch.vmap(causal_attention)(q, k, v)
-    expected = F.scaled_dot_product_attention(*(x.transpose(2, 3) for x in (q, k, v)), is_causal=True).transpose(2, 3)
-    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
-    torch.autograd.grad(o.sum(), (q, k, v))
+@pytest.mark.parametrize("attend", [causal_attention, full_attention])
+@pytest.mark.parametrize(("form", "length", "width"), [("auto", 33, 40), ("chunked", 33, 8), ("chunked", 128, 8)])
+def test_what_runs_in_pytorch_under_vmap_agrees_too(form, length, width, attend):
+    tensors = [torch.randn(3, 2, length, 4, width, device="cuda", requires_grad=True) for _ in range(3)]
+    with use_backend(form):
+        o = torch.vmap(attend)(*tensors)
+    each = [x.double().transpose(2, 3) for x in tensors]
+    expected = F.scaled_dot_product_attention(*each, is_causal=attend is causal_attention).transpose(2, 3)
+    torch.testing.assert_close(o.double(), expected, rtol=1e-4, atol=1e-5)
+    gradients = [torch.autograd.grad(x.square().sum(), tensors) for x in (o, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
 
 
 def test_shapes_are_checked():

@@ -83,8 +83,8 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = 
     check_documents(cu_seqlens, *q.shape[:2])
     if cu_seqlens is not None:
         return _restricted(q, k, v, 0, cu_seqlens, causal=False)
-    if is_mapped(q, k, v) and backend.use_triton("attention", q.is_cuda):
-        return Mapped.apply(_full_rule, q, k, v)  # PyTorch's own vmap rule of SDPA fails for some lengths on a GPU
+    if q.is_cuda and is_mapped(q, k, v):  # PyTorch's own vmap rule of SDPA fails for some lengths on a GPU
+        return Mapped.apply(_full_rule, q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, **_grouped(q, k)).transpose(1, 2)
 
@@ -170,11 +170,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | N
     window = window if window < q.shape[1] else 0  # a window as long as the row hides nothing
     if window or cu_seqlens is not None:
         return _restricted(q, k, v, window, cu_seqlens)
-    if backend.use_triton("attention", q.is_cuda):
-        if _suits_kernels(q, k, v):
-            return attend.call(q, k, v)[0]
-        if is_mapped(q, k, v):  # PyTorch's own vmap rule of SDPA fails for some lengths on a GPU
-            return Mapped.apply(_rule, q, k, v)
+    if backend.use_triton("attention", q.is_cuda) and _suits_kernels(q, k, v):
+        return attend.call(q, k, v)[0]
+    if q.is_cuda and is_mapped(q, k, v):  # PyTorch's own vmap rule of SDPA fails for some lengths on a GPU
+        return Mapped.apply(_rule, q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, **_grouped(q, k)).transpose(1, 2)
 
