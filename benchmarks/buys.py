@@ -7,9 +7,9 @@
 as in benchmarks/decode.py. `mad`: a step of a bundle of 24 models, as in benchmarks/bundles.py. `images`: a compiled
 step of a denoiser of CIFAR-10's size, batch 256, as in benchmarks/vision_gpu.py.
 
-Both forms are timed in turns, three times each (a denoiser, and a form that takes more than twice as long, once), in one
-process. `buys` is the part of the time without the kernels that they save, from the medians; `least` and `most` are the
-extremes over all pairs of those times. Where the PyTorch form does not fit into memory, `without_ms` is empty.
+Both forms are timed in turns in one process, three times each (a denoiser, and a form that takes more than twice as
+long, once). `buys` is the part of the time without the kernels that they save, from the medians; `least` and `most` are
+the extremes over all pairs of those times. Where the PyTorch form does not fit into memory, `without_ms` is empty.
 
 `--csv` puts the rows into benchmarks/results/buys-<gpu>.csv.
 """
