@@ -4,12 +4,12 @@
     python benchmarks/buys.py --cases decode
 
 `train`: as in benchmarks/steps.py, eager (`documents`: of 512 tokens, all in one row). `decode`: tokens of the engine,
-as in benchmarks/decode.py. `mad`: a step of a bundle of 24 models, as in benchmarks/bundles.py. `images`: a compiled
+as in benchmarks/decode.py. `mad`: a step of a bundle of 24 models, as in benchmarks/bundles.py. `images`: an eager
 step of a denoiser of CIFAR-10's size, batch 256, as in benchmarks/vision_gpu.py.
 
-Both forms are timed in turns in one process, three times each (a denoiser, and a form that takes more than twice as
-long, once). `buys` is the part of the time without the kernels that they save, from the medians; `least` and `most` are
-the extremes over all pairs of those times. Where the PyTorch form does not fit into memory, `without_ms` is empty.
+Both forms are timed in turns in one process, three times each (a form that takes more than twice as long, once). `buys`
+is the part of the time without the kernels that they save, from the medians; `least` and `most` are the extremes over
+all pairs of those times. Where the PyTorch form does not fit into memory, `without_ms` is empty.
 
 `--csv` puts the rows into benchmarks/results/buys-<gpu>.csv.
 """
@@ -38,6 +38,7 @@ from linnet.models import build_model, get_recipe
 from linnet.models.recipes.mad import fit_length, mad_model
 from linnet.ops import backend
 
+ROUNDS = 3
 SLOW = 2.0
 KEYS = ("ops", "step", "model")
 CASES = {  # step: model and ops whose kernels are left out
@@ -95,8 +96,7 @@ def main() -> None:
             if model not in (options.models or [model]) or op not in (options.ops or [op]):
                 continue
             row = {"ops": op, "step": f"{kind} {batch}" if batch else kind, "model": model}
-            make, rounds = TIMERS[kind]
-            row |= compare(make, model, op, batch, rounds)
+            row |= compare(TIMERS[kind], model, op, batch)
             print(
                 f"{op:<16}{row['step']:<12}{model:<26}{row['with_ms']:>9}{row['without_ms']:>9}{row['buys']:>8}"
                 f"  {row['least']} to {row['most']} {row['note']}",
@@ -117,12 +117,12 @@ def without(op: str | None) -> Iterator[None]:
         backend.use_triton = use
 
 
-def compare(make: Callable, model: str, op: str, batch: int, rounds: int) -> dict:
+def compare(make: Callable, model: str, op: str, batch: int) -> dict:
     """Times of both forms, in turns."""
     times: dict[str | None, list[float]] = {None: [], op: []}
     note = ""
     time = make(model, batch)
-    for left_out in (None, op) * rounds:
+    for left_out in (None, op) * ROUNDS:
         slow = bool(times[op]) and times[op][0] > SLOW * times[None][0]
         if left_out and (note or slow):
             continue
@@ -148,13 +148,7 @@ def compare(make: Callable, model: str, op: str, batch: int, rounds: int) -> dic
 
 def make_training(model: str, _: int) -> Callable[[str | None], float]:
     name, _, documents = model.partition(" ")
-    step = steps.train_step(name, documents=8 if documents else 1)
-
-    def time(left_out: str | None) -> float:
-        timing.warm_up(step, 1)
-        return timing.time_calls(step, 3)
-
-    return time
+    return time_step(steps.train_step(name, documents=8 if documents else 1))
 
 
 def make_decoding(name: str, batch: int) -> Callable[[str | None], float]:
@@ -189,20 +183,19 @@ def make_bundle(name: str, _: int) -> Callable[[str | None], float]:
 
 
 def make_denoiser(recipe: str, _: int) -> Callable[[str | None], float]:
+    step, inputs, _ = vision_gpu.make_step(get_recipe(recipe), 256, torch.device("cuda"), compile=False)
+    return time_step(lambda: step(*inputs))
+
+
+def time_step(step: Callable[[], object]) -> Callable[[str | None], float]:
     def time(left_out: str | None) -> float:
-        seconds, _ = vision_gpu.time_steps(get_recipe(recipe), 256, torch.device("cuda"), few=False)
-        return min(seconds.values()) * 1e3
+        timing.warm_up(step, 1)
+        return timing.time_calls(step, 3)
 
     return time
 
 
-# What makes the timer of a case, and how often both forms are timed: a denoiser is compiled each time.
-TIMERS = {
-    "train": (make_training, 3),
-    "decode": (make_decoding, 3),
-    "mad": (make_bundle, 3),
-    "images": (make_denoiser, 1),
-}
+TIMERS = {"train": make_training, "decode": make_decoding, "mad": make_bundle, "images": make_denoiser}
 
 if __name__ == "__main__":
     main()

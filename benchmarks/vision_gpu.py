@@ -20,6 +20,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -267,39 +268,47 @@ def time_steps(config: Any, batch: int, device: torch.device, few: bool) -> tupl
     A step is a forward and backward pass of the error of the noise, and a step of AdamW. `few`: two steps, not
     compiled.
     """
-    from linnet.models import build
     from linnet.ops.capture import WARM_UP, Captured
 
     torch.compiler.reset()
-    model = build("denoiser", config, 0, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not few, capturable=not few)
-    noisy = torch.randn(batch, config.channels, config.image_size, config.image_size, device=device)
-    t, classes = (torch.randint(most, (batch,), device=device) for most in (1000, config.classes))
-
-    def error(noisy: torch.Tensor, t: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(model(noisy, t, classes).float()[:, : noisy.shape[1]], noisy)
-
-    compiled = error if few else torch.compile(error, dynamic=False)
-
-    def run(noisy: torch.Tensor, t: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            value = compiled(noisy, t, classes)
-        with torch.autograd.set_multithreading_enabled(False):  # a capture must see the backward in this thread
-            value.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return value.detach()
-
+    run, inputs, parameters = make_step(config, batch, device, compile=not few)
     calls = {"compiled": run} if few else {"compiled": run, "compiled graph": Captured(run, device)}
     seconds = {}
     for form, call in calls.items():
         times = []
         for _ in range(2 if few else WARM_UP + 11):
             began = time.perf_counter()
-            float(call(noisy, t, classes))  # waits for the device
+            float(call(*inputs))  # waits for the device
             times.append(time.perf_counter() - began)
         seconds[form] = statistics.median(times[1 if few else WARM_UP + 1 :])
-    return seconds, sum(p.numel() for p in model.parameters())
+    return seconds, parameters
+
+
+def make_step(config: Any, batch: int, device: torch.device, compile: bool) -> tuple[Callable, tuple, int]:
+    """Returns a training step of a denoiser, its inputs, and the number of the model's parameters."""
+    from linnet.models import build
+
+    model = build("denoiser", config, 0, device)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu, capturable=on_gpu)
+    noisy = torch.randn(batch, config.channels, config.image_size, config.image_size, device=device)
+    t, classes = (torch.randint(most, (batch,), device=device) for most in (1000, config.classes))
+
+    def error(noisy: torch.Tensor, t: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(noisy, t, classes).float()[:, : noisy.shape[1]], noisy)
+
+    error = torch.compile(error, dynamic=False) if compile else error
+
+    def run(noisy: torch.Tensor, t: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            value = error(noisy, t, classes)
+        with torch.autograd.set_multithreading_enabled(False):  # a capture must see the backward in this thread
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value.detach()
+
+    return run, (noisy, t, classes), sum(p.numel() for p in model.parameters())
 
 
 def settings(options: argparse.Namespace, model: Any) -> dict[str, Any]:
