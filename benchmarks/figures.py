@@ -28,6 +28,8 @@ NAMES = {
     "hgrn2": "HGRN2",
     "gdn": "GDN",
     "mamba2": "Mamba-2",
+    "hgrn": "HGRN",
+    "gla": "GLA",
     "gdn-fla": "GDN (fla)",
     "lightnet": "LightNet",
     "cosformer2": "cosFormer2",

@@ -9,6 +9,8 @@ for all models of the run. `llama-transformers` is transformers' Llama with SDPA
 HGRN2 (its first step compiles and tunes for minutes), `gdn-fla` its Gated DeltaNet with heads as ours. A block of
 `mamba2` has no channel mixer, so it has 48 of them, as its published model of 370M.
 
+`product_tflops` is the rate of a large matrix product in the same run.
+
 `--csv` puts the rows into benchmarks/results/models-<gpu>.csv; `--profile FILE` writes the kernels of one step there.
 """
 
@@ -59,6 +61,9 @@ def main() -> None:
 
     constants = timing.constants(f"python benchmarks/models.py {shlex.join(sys.argv[1:])}")
     path = timing.RESULTS / f"models-{timing.short_name(constants['gpu'])}.csv"
+    _, rate = timing.measure_ceilings()
+    torch.cuda.empty_cache()
+    constants |= {"product_tflops": round(rate / 1e12, 1)}
     print(f"{'model':<20}{'length':>8}{'first s':>9}{'ms':>9}{'tokens/s':>10}{'GiB':>7}", flush=True)
     for name in options.models:
         try:
