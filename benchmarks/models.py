@@ -6,8 +6,9 @@ Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,8
 forward, a backward and a fused AdamW step on `--tokens` random tokens cut into sequences of each length, in bfloat16:
 autocast over float32 weights, as `linnet train` does it, or `--weights bfloat16`. `--compile` and `--recompute` hold
 for all models of the run. `llama-transformers` is transformers' Llama with SDPA, `hgrn2-fla` flash-linear-attention's
-HGRN2 (its first step compiles and tunes for minutes), `gdn-fla` its Gated DeltaNet with heads as ours. A block of
-`mamba2` has no channel mixer, so it has 48 of them, as its published model of 370M.
+HGRN2 (its first step compiles and tunes for minutes), `gdn-fla` its Gated DeltaNet with heads as ours, `mamba2-fla` its
+Mamba-2, which needs mamba_ssm and causal_conv1d (PyPI has them as source). A block of `mamba2` has no channel mixer, so
+it has 48 of them, as its published model of 370M.
 
 `product_tflops` is the rate of a large matrix product in the same run.
 
@@ -35,7 +36,7 @@ from linnet.train import recompute
 
 KEYS = ("model", "length", "tokens", "weights", "compiled", "recompute", "layers", "width")
 LINNET = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama", "gla", "hgrn", "gdn", "mamba2")
-PEERS = ("llama-transformers", "hgrn2-fla", "gdn-fla")
+PEERS = ("llama-transformers", "hgrn2-fla", "gdn-fla", "mamba2-fla")
 VOCABULARY = 50_304
 WIDTH, INNER = 1024, 2816  # of the model and of its GLU
 LAYERS = {"mamba2": 48}  # of the others 26
@@ -43,7 +44,7 @@ LAYERS = {"mamba2": 48}  # of the others 26
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[*LINNET[:5], *PEERS], choices=[*LINNET, *PEERS])
+    parser.add_argument("--models", nargs="+", default=[*LINNET[:5], *PEERS[:3]], choices=[*LINNET, *PEERS])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16_384, 32_768])
     parser.add_argument("--tokens", type=int, default=32_768, help="of a step")
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
@@ -92,7 +93,12 @@ def main() -> None:
 
 def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
     """A model on the GPU and its mean loss, a function of tokens and targets [B, T]. ImportError without the peer."""
-    builders = {"llama-transformers": build_transformers_llama, "hgrn2-fla": build_fla_hgrn2, "gdn-fla": build_fla_gdn}
+    builders = {
+        "llama-transformers": build_transformers_llama,
+        "hgrn2-fla": build_fla_hgrn2,
+        "gdn-fla": build_fla_gdn,
+        "mamba2-fla": build_fla_mamba2,
+    }
     if name in builders:
         model = builders[name](options)
         if options.recompute != "none":
@@ -175,6 +181,23 @@ def build_fla_gdn(options: argparse.Namespace) -> nn.Module:
     return GatedDeltaNetForCausalLM(config)
 
 
+def build_fla_mamba2(options: argparse.Namespace) -> nn.Module:
+    """With the kernels of mamba_ssm: without them fla takes a form in PyTorch."""
+    import causal_conv1d  # noqa: F401
+    from fla.models import Mamba2Config, Mamba2ForCausalLM
+    from mamba_ssm.ops.triton import ssd_combined  # noqa: F401
+
+    config = Mamba2Config(
+        hidden_size=options.width,
+        num_hidden_layers=depth("mamba2", options.layers),
+        head_dim=64,
+        state_size=128,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+    )
+    return Mamba2ForCausalLM(config)
+
+
 def time_step(name: str, model: nn.Module, loss: Callable, length: int, options: argparse.Namespace) -> dict:
     """One row of the table."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -206,7 +229,7 @@ def time_step(name: str, model: nn.Module, loss: Callable, length: int, options:
         "weights": options.weights,
         "compiled": options.compile,
         "recompute": options.recompute,
-        "layers": depth(name, options.layers),
+        "layers": depth(name.removesuffix("-fla"), options.layers),
         "width": options.width,
         "parameters": sum(p.numel() for p in model.parameters()),
         "first_s": round(first, 1),
