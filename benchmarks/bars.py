@@ -140,6 +140,15 @@ def lightning(rows: list[dict]) -> Iterator[Bar]:
         yield over_floor(what, shaped, forward, both)
 
 
+def ssd(rows: list[dict]) -> Iterator[Bar]:
+    for what, heads in (("16 heads of 128, T = 1k to 16k", "16/16"), ("one key for 32 heads of 64 (Mamba-2)", "1/32")):
+        ours = [row for row in rows if (row["op"], row["heads"]) == ("ssd", heads)]
+        if ours:
+            yield over_floor(f"scalar decay, {what}", ours, 1.4, 1.9)
+        else:
+            yield Bar(f"scalar decay, {what}", "<= 1.4 / 1.9x the floor", "not measured", False)
+
+
 def softmax(rows: list[dict]) -> Iterator[Bar]:
     ratios = compare(rows, "cudnn", "lightning", LENGTHS)
     what = "lightning against cuDNN's softmax, forward and both, T = 1k to 16k"
@@ -307,6 +316,7 @@ JUDGES = {
     "delta_peers": delta,
     "cold_start": cold_start,
     "kda_peers": kda,
+    "ssd": ssd,
     "models": training,
     "decode": decode,
     "released": released,

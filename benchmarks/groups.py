@@ -18,9 +18,12 @@ from linnet.ops import (
     gated_linear_attention,
     lightning_attention,
     modal_convolution,
+    ssd,
 )
 from linnet.ops.cross_entropy import linear_cross_entropy
 from linnet.ops.delta.chunked import backward_flops, forward_flops
+from linnet.ops.ssd.chunked import backward_flops as ssd_backward_flops
+from linnet.ops.ssd.chunked import forward_flops as ssd_forward_flops
 
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 LONG = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -221,6 +224,48 @@ def gdn2_peers_group() -> Iterator[Case]:
         case = delta(shape, shape.heads, "gdn2")
         yield case
         yield case._replace(op="fla gdn2", run=peers.gdn2(shape.key**-0.5), check=None)
+
+
+# Scalar decay
+
+
+def draw_scalar(shape: Shape, keys: int) -> list[Tensor]:
+    """q and k in `keys` heads, v, and a log-decay in float32 per token and value head."""
+    q, k, v = draw_qkv(shape)
+    decays = F.logsigmoid(draw(shape.batch, shape.length, shape.heads).float() + 3)
+    return [*(x[:, :, :keys].contiguous() for x in (q, k)), v, decays]
+
+
+def scalar(shape: Shape, keys: int) -> Case:
+    def run(*inputs):
+        return ssd(*inputs)[0]
+
+    def check() -> float:
+        def call(*inputs):
+            *inputs, state = inputs
+            return ssd(*inputs, initial_state=state, output_final_state=True)
+
+        return compare(call, [*draw_scalar(shape.short(), keys), draw_state(shape.short())])
+
+    B, T, HV, K, V = shape.batch, shape.length, shape.heads, shape.key, shape.value
+    sizes = (B, T, keys, K), (B, T, keys, K), (B, T, HV, V)
+    cost = Cost(
+        B * T * (2 * (2 * keys * K + 2 * HV * V) + 4 * HV),
+        B * T * (2 * (4 * keys * K + 3 * HV * V) + 8 * HV),
+        ssd_forward_flops(*sizes),
+        ssd_backward_flops(*sizes),
+    )
+    described = shape._asdict() | {"heads": f"{keys}/{shape.heads}"}
+    return Case("ssd", described, lambda: draw_scalar(shape, keys), run, cost, check)
+
+
+def ssd_group() -> Iterator[Case]:
+    """Heads of keys as many as of values, as in RetNet, with fla beside; and Mamba-2's one key."""
+    for length in FEW:
+        case = scalar(Shape.of(length), HEADS)
+        yield case
+        yield case._replace(op="fla simple_gla", run=peers.simple_gla_of_tokens, check=None)
+    yield scalar(Shape(4096, 8, 32, 128, 64), 1)
 
 
 # Additive

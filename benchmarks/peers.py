@@ -43,6 +43,13 @@ def simple_gla(rates: Tensor) -> Callable[..., Tensor]:
     return run
 
 
+def simple_gla_of_tokens(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    """With a decay per token and head."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(q, k, v, g=log_decay, scale=1.0)[0]
+
+
 def lightning_attn(rates: Tensor) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from lightning_attn.ops import lightning_attn_func
