@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # reports are drawn without torch, which takes seconds to imp
     import torch
 
 PACKAGE = Path(__file__).parent
+THREADS = "OMP_NUM_THREADS"
+SHARE = "LINNET_THREADS"  # the value that Linnet itself gave OMP_NUM_THREADS in a process that it started
 
 
 @functools.cache
@@ -92,6 +94,12 @@ def environment(device: "torch.device") -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "threads": torch.get_num_threads(),
     }
+
+
+def chosen_threads() -> str | None:
+    """The value of OMP_NUM_THREADS; None if it is unset, or Linnet set it as this process's share of the cores."""
+    value = os.environ.get(THREADS)
+    return None if value == os.environ.get(SHARE) else value
 
 
 def stamp(device: "torch.device") -> dict[str, Any]:

@@ -37,6 +37,7 @@ from linnet.runs.files import room, write_atomic
 from linnet.runs.record import plain
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.study.runner import in_halves
+from linnet.train import device as devices
 from linnet.train.monitor import Stop, graceful_stop
 from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
 from linnet.train.optimizer import split
@@ -212,8 +213,14 @@ def run_flops(run: Mapping[str, Any], objective: SyntheticObjective | None = Non
 
 def _trained(payload: Mapping[str, Any], runs: list[dict]) -> list[dict]:
     """Trains runs together and writes their results. Returns those for which the bundle ended before they had one."""
+    first, device = runs[0], torch.device(payload["device"])
+    tokens = first["batch_size"] * first["input_length"] * len(runs)
     try:
-        with graceful_stop() as stop, room(payload["root"], "MAD"):
+        with (
+            graceful_stop() as stop,
+            room(payload["root"], "MAD"),
+            devices.threads(device, first["model"]["d_model"], tokens),
+        ):
             _train(runs, payload, stop)
     except Exception as error:
         if len(runs) > 1 or not is_out_of_memory(error):

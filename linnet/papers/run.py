@@ -84,7 +84,7 @@ def _one_thread(verb: str) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    if verb != "bench" and "OMP_NUM_THREADS" not in os.environ and not gpus():
+    if verb != "bench" and provenance.chosen_threads() is None and not gpus():
         torch.set_num_threads(1)
     try:
         yield

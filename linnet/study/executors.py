@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from linnet.config import Config, ConfigError
+from linnet.provenance import SHARE, THREADS, chosen_threads
 from linnet.signals import Interrupt
 from linnet.trust import safe_path
 
@@ -37,7 +38,8 @@ class ExecutorConfig(Config):
     Attributes:
         kind: inline: this process, one run after another; local: a pool of processes; ray: a Ray cluster.
         workers: number of runs trained at the same time; default: one per GPU, or one per CPU core without a GPU.
-        threads: CPU threads per worker; default: cores / workers.
+        threads: CPU threads per worker; default: cores / workers, fewer for small models, and for local workers at most
+            OMP_NUM_THREADS.
         throughput: training FLOP/s of one worker, for the time estimate; default: measured on this machine.
         address: address of a Ray cluster (`auto` or `ray://...`); default: start Ray on this machine.
         bundle: most runs that one worker trains together, with one batched call per step
@@ -101,8 +103,8 @@ def make_executor(config: ExecutorConfig, devices: int = 1) -> Executor:
     if config.kind == "local":
         gpus = _visible_gpus()
         groups = [",".join(gpus[at : at + devices]) for at in range(0, len(gpus) - devices + 1, devices)]
-        return LocalPool(worker_slots(config, devices), worker_threads(config, devices), config.retries, groups)
-    return Ray(config.workers, worker_threads(config, devices), config.retries, config.address, devices)
+        return LocalPool(worker_slots(config, devices), *worker_threads(config, devices), config.retries, groups)
+    return Ray(config.workers, *worker_threads(config, devices), config.retries, config.address, devices)
 
 
 def device_problem(config: ExecutorConfig, devices: int) -> str | None:
@@ -151,13 +153,15 @@ class LocalPool:
     A worker ends when this process ends for any reason, including a kill, and so releases the lock on its run.
     """
 
-    def __init__(self, workers: int, threads: int = 1, retries: int = 2, devices: Sequence[str] = ()):
-        self.workers, self.threads, self.retries = workers, threads, retries
+    def __init__(
+        self, workers: int, threads: int = 1, chosen: bool = True, retries: int = 2, devices: Sequence[str] = ()
+    ):
+        self.workers, self.threads, self.chosen, self.retries = workers, threads, chosen, retries
         self.devices = list(devices)
 
     def run(self, jobs: Sequence[Job], work: Work) -> Iterator[Outcome | None]:
         waiting = deque((job, 1) for job in jobs)
-        slots = [_Worker(self.threads, self._device(i)) for i in range(min(self.workers, len(jobs)))]
+        slots = [_Worker(self.threads, self.chosen, self._device(i)) for i in range(min(self.workers, len(jobs)))]
         try:
             while waiting or any(slot.job for slot in slots):
                 for slot in slots:
@@ -192,7 +196,13 @@ class Ray:
     """
 
     def __init__(
-        self, workers: int | None, threads: int, retries: int = 2, address: str | None = None, devices: int = 1
+        self,
+        workers: int | None,
+        threads: int,
+        chosen: bool = True,
+        retries: int = 2,
+        address: str | None = None,
+        devices: int = 1,
     ):
         from linnet.train.processes.cluster import (  # imports torch, which local workers import later
             connect,
@@ -200,7 +210,7 @@ class Ray:
         )
 
         ray = import_ray("executor.kind: 'ray'")
-        self.ray, self.retries, self.threads = ray, retries, threads
+        self.ray, self.retries, self.threads, self.chosen = ray, retries, threads, chosen
         # Without an address, Ray starts on this machine with enough CPUs for `workers` runs.
         cpus = None if address or workers is None else workers * threads * devices
         connect(ray, address, cpus, "executor.address")
@@ -215,12 +225,12 @@ class Ray:
         self.workers = max(1, min(int(slots), workers or int(slots)))
 
     def run(self, jobs: Sequence[Job], work: Work) -> Iterator[Outcome | None]:
-        ray, threads, here = self.ray, self.threads, os.getcwd()
+        ray, threads, chosen, here = self.ray, self.threads, self.chosen, os.getcwd()
 
         @ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0)
         def task(job: Job) -> Outcome:
             os.chdir(here)  # so that relative paths of data and plugins resolve as in this process
-            prepare_worker(threads, None, watch=False)
+            prepare_worker(threads, chosen, None, watch=False)
             return attempt(work, job)
 
         waiting = deque((job, 1) for job in jobs)
@@ -247,9 +257,19 @@ class Ray:
                 ray.cancel(reference, force=True)
 
 
-def worker_threads(config: ExecutorConfig, devices: int = 1) -> int:
-    """Returns the CPU threads per process: `threads`, or an equal share of the cores of this machine."""
-    return config.threads or max(1, cpu_cores() // (worker_slots(config, devices) * devices))
+def worker_threads(config: ExecutorConfig, devices: int = 1) -> tuple[int, bool]:
+    """Returns the CPU threads per process, and whether the user chose them: trainings of small models take fewer if not.
+
+    They are `threads`, or an equal share of the cores of this machine. A local process, whose environment is this one,
+    has at most OMP_NUM_THREADS.
+    """
+    if config.threads:
+        return config.threads, True
+    share = max(1, cpu_cores() // (worker_slots(config, devices) * devices))
+    most = (chosen_threads() or "").partition(",")[0].strip()  # "4,2": of regions inside regions
+    if config.kind == "ray" or not most.isdecimal() or int(most) == 0:
+        return share, False
+    return min(share, int(most)), True
 
 
 def attempt(work: Work, job: Job) -> Outcome:
@@ -278,11 +298,11 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def prepare_worker(threads: int, device: str | None, watch: bool = True) -> None:
+def prepare_worker(threads: int, chosen: bool, device: str | None, watch: bool = True) -> None:
     """Sets up a worker process: CPU threads, GPU and, if `watch`, signals and the end when the parent process ends."""
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
-    _share_cores(threads)
+    _share_cores(threads, chosen)
     if watch:
         # The terminal sends Ctrl-C to its whole process group. Workers leave the group, so that only the parent
         # receives it; the parent then stops them with SIGTERM.
@@ -297,8 +317,8 @@ def prepare_worker(threads: int, device: str | None, watch: bool = True) -> None
 class _Worker:
     """One process and its current job. The process starts with the first job, and again after it died."""
 
-    def __init__(self, threads: int, device: str | None):
-        self.arguments = (threads, device)
+    def __init__(self, threads: int, chosen: bool, device: str | None):
+        self.arguments = (threads, chosen, device)
         self.process = self.pipe = self.job = None
         self.number, self.started = 0, 0.0
 
@@ -345,21 +365,25 @@ class _Worker:
                 self.process.join()
 
 
-def _serve(pipe: connection.Connection, threads: int, device: str | None) -> None:
+def _serve(pipe: connection.Connection, threads: int, chosen: bool, device: str | None) -> None:
     """Main loop of a worker process: runs one job after another until the pipe closes."""
     try:
-        prepare_worker(threads, device)
+        prepare_worker(threads, chosen, device)
         while True:
             work, job = pipe.recv()
-            _share_cores(threads)
+            _share_cores(threads, chosen)
             pipe.send(attempt(work, job))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         pass
 
 
-def _share_cores(threads: int) -> None:
+def _share_cores(threads: int, chosen: bool) -> None:
     """Limits the threads of torch: by the variable that it reads on import, and by a call if it is imported already."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ[THREADS] = str(threads)
+    if chosen:
+        os.environ.pop(SHARE, None)
+    else:
+        os.environ[SHARE] = str(threads)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(threads)
 

@@ -7,6 +7,7 @@ costs differ between architectures, so each architecture has its own line.
 import heapq
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from linnet.models import build, kind_of
 from linnet.study.executors import worker_threads
 from linnet.study.ladder import Plan, PlannedRun
-from linnet.train.device import choose
+from linnet.train.device import choose, threads
+from linnet.train.objectives import find_objective
 
 TIMED_STEPS = 2
 LONG = 0.3  # seconds on a CPU after which the first step, which is slower by little, is enough
@@ -40,11 +42,12 @@ def step_costs(plan: Plan) -> StepCosts | None:
     if executor.throughput is not None:
         return {name: (0.0, 1 / executor.throughput) for name in names}
     before = torch.get_num_threads()
-    torch.set_num_threads(before if executor.kind == "inline" else worker_threads(executor, plan.config.devices))
+    most, chosen = (before, False) if executor.kind == "inline" else worker_threads(executor, plan.config.devices)
+    torch.set_num_threads(most)
     try:
         costs: StepCosts = {}
         for name in names:
-            line = _line([run for run in plan.runs if run.architecture == name])
+            line = _line([run for run in plan.runs if run.architecture == name], chosen)
             if line is None:
                 return None
             costs[name] = line
@@ -67,29 +70,35 @@ def wall_seconds(seconds: Sequence[float], workers: int) -> float:
     return max(free)
 
 
-def _line(runs: list[PlannedRun]) -> tuple[float, float] | None:
+def _line(runs: list[PlannedRun], chosen: bool) -> tuple[float, float] | None:
     """Returns (seconds per step, seconds per FLOP) of the line through two timed steps.
 
     The two are the cheapest step and the most expensive one that is expected to take less than `PATIENCE`. Returns None
-    if even the cheapest step takes too long.
+    if even the cheapest step takes too long. `chosen`: the user chose the number of CPU threads.
     """
     shapes = {run.flops / run.steps: run for run in sorted(runs, key=lambda run: run.flops / run.steps)}
     costs = list(shapes)
     speed = 2e9 if choose("auto").type == "cpu" else 1e13  # FLOP/s that every machine reaches
     if costs[0] / speed > 10 * PATIENCE:
         return None
-    first = _seconds_per_step(shapes[costs[0]])
+    first = _seconds_per_step(shapes[costs[0]], chosen)
     worth = [cost for cost in costs[1:] if first * cost / costs[0] < PATIENCE]
     if not worth:
         return 0.0, first / costs[0]
-    last = _seconds_per_step(shapes[worth[-1]])
+    last = _seconds_per_step(shapes[worth[-1]], chosen)
     rate = max((last - first) / (worth[-1] - costs[0]), 0.0)
     return max(first - rate * costs[0], 0.0), max(rate, 0.0)
 
 
-def _seconds_per_step(run: PlannedRun) -> float:
+def _seconds_per_step(run: PlannedRun, chosen: bool) -> float:
     """Returns the seconds of the fastest of a few steps (forward, backward, AdamW) of a model on random data."""
-    device = choose("auto")
+    device, objective = choose("auto"), find_objective(run.train)
+    tokens = objective.row_tokens(run.train) * run.batch_size // run.train.parts
+    with nullcontext() if chosen else threads(device, run.train.model.d_model, tokens):
+        return _fastest_step(run, device)
+
+
+def _fastest_step(run: PlannedRun, device: torch.device) -> float:
     config: Any = run.train.model
     model = build(kind_of(config).name, config, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -78,10 +78,11 @@ def threads(device: torch.device, width: int, tokens: int) -> Iterator[None]:
     """Limits the CPU threads of PyTorch to one per `_WORK` of a product of [tokens, width] and [width, width].
 
     Threads wait for each other after every operation. If one of them has no core for a moment, because other processes
-    use it, an operation of microseconds takes milliseconds. On a GPU, or if OMP_NUM_THREADS is set, nothing changes.
+    use it, an operation of microseconds takes milliseconds. On a GPU, or if the user chose OMP_NUM_THREADS or
+    `executor.threads`, nothing changes.
     """
     before = torch.get_num_threads()
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    if device.type == "cpu" and provenance.chosen_threads() is None:
         torch.set_num_threads(max(1, min(before, 2 * tokens * width**2 // _WORK)))
     try:
         yield

@@ -12,7 +12,7 @@ from executor_jobs import LONG, jobs_of, tries, work
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.study.executors import Inline, LocalPool, is_out_of_memory
+from linnet.study.executors import ExecutorConfig, Inline, LocalPool, is_out_of_memory, make_executor
 
 DOINGS = ("fine", "die", "diverge", "die once", "raise", "misconfigured", "fine", "memory", "raise once")
 
@@ -40,6 +40,28 @@ def test_a_worker_trains_many_runs(tmp_path):
 def test_a_worker_has_the_threads_that_it_is_given(tmp_path):
     outcomes = LocalPool(1, threads=3).run(jobs_of(tmp_path, "fine"), executor_threads.count)
     assert [outcome.status for outcome in outcomes if outcome] == ["3 threads"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "threads", "expected"),
+    [
+        (None, None, ["6 threads", "1 threads"]),  # a share of the cores, and for a small model fewer
+        ("4", None, ["4 threads", "4 threads"]),
+        ("9", None, ["6 threads", "6 threads"]),
+        ("4", 8, ["8 threads", "8 threads"]),
+        (None, 8, ["8 threads", "8 threads"]),
+    ],
+)
+def test_threads_of_a_local_worker(monkeypatch, tmp_path, variable, threads, expected):
+    monkeypatch.setattr("linnet.study.executors.cpu_cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    counts = []
+    for work_ in (executor_threads.count, executor_threads.in_training):
+        pool = make_executor(ExecutorConfig(kind="local", workers=1, threads=threads))
+        counts += [outcome.status for outcome in pool.run(jobs_of(tmp_path, "fine"), work_) if outcome]
+    assert counts == expected
 
 
 def test_inline_retries_and_goes_on(tmp_path):

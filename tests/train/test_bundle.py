@@ -199,3 +199,15 @@ def test_a_bundle_on_a_gpu_is_one_graph_and_equals_the_runs_alone(text, tmp_path
     together = train_together(configs(text, **changes), tmp_path / "together", tmp_path / "cache")
     for config, folder in zip(configs(text, **changes), together, strict=True):
         assert_same(train(config, tmp_path / "alone", tmp_path / "cache"), folder, rel=1e-3)
+
+
+def test_a_bundle_of_small_models_trains_with_one_thread(text, cache, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        folders = train_together(configs(text), tmp_path, cache)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert [folder.result()["environment"]["threads"] for folder in folders] == [1, 1, 1]

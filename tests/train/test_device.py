@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from linnet import provenance
 from linnet.config import ConfigError
 from linnet.train import device, train
 
@@ -43,14 +44,20 @@ def test_memory_is_the_peak_of_the_process():
 
 
 @pytest.mark.parametrize(
-    ("width", "tokens", "variable", "expected"),
-    [(64, 1024, None, 1), (128, 4096, None, 4), (1024, 8192, None, 8), (64, 1024, "8", 8)],
+    ("width", "tokens", "variables", "expected"),
+    [
+        (64, 1024, {}, 1),
+        (128, 4096, {}, 4),
+        (1024, 8192, {}, 8),
+        (64, 1024, {"OMP_NUM_THREADS": "8"}, 8),
+        (64, 1024, {"OMP_NUM_THREADS": "8", provenance.SHARE: "8"}, 1),  # Linnet's own, for a process that it started
+    ],
 )
-def test_threads_follow_the_size_of_the_model(monkeypatch, width, tokens, variable, expected):
+def test_threads_follow_the_size_of_the_model(monkeypatch, width, tokens, variables, expected):
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     torch.set_num_threads(8)
     try:
         with device.threads(torch.device("cpu"), width, tokens):

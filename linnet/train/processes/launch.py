@@ -33,6 +33,7 @@ from pathlib import Path
 from linnet.config import ConfigError
 from linnet.parallel import alive
 from linnet.parallel.mesh import is_secondary, is_shared, rank, world
+from linnet.provenance import SHARE, THREADS
 from linnet.train.monitor import stop_with_parent
 
 FOLDER, PROCESS = "LINNET_LAUNCH", "LINNET_LAUNCHER"
@@ -109,7 +110,9 @@ def launch(
     errors: list[BaseException] = []
     with temporary_folder("linnet-launch-") as folder:
         threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
-        variables = {"OMP_NUM_THREADS": str(threads)} | dict(environment or {})
+        given = dict(environment or {})
+        chosen = THREADS in given or THREADS in os.environ
+        variables = given if chosen else dict.fromkeys((THREADS, SHARE), str(threads)) | given
         if sys.platform in LOOPBACK:  # all ranks are on this machine, whatever its name resolves to
             variables["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
         variables = {key: value for key, value in variables.items() if key not in os.environ} | {

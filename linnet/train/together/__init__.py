@@ -25,6 +25,7 @@ from linnet.layers.norm import BatchNorm
 from linnet.models.causal_lm import IGNORE
 from linnet.ops.capture import Captured
 from linnet.runs import RunFolder
+from linnet.train import device as devices
 from linnet.train.config import TrainConfig, TrainingConfig, resolve
 from linnet.train.identity import as_begun, contents_of, find
 from linnet.train.loop import Run, checked, claim, train
@@ -554,7 +555,10 @@ def train_together(configs: Sequence[TrainingConfig], root: str | Path, cache: s
                     runs.append((config, folder, place.digest, needs))
         if not runs:
             return folders
-        device = runs[0][3].device
+        first, *_, needs = runs[0]
+        device, rows = needs.device, first.batch_size * len(runs)
+        tokens = needs.objective.row_tokens(first) * rows
+        stack.enter_context(devices.threads(device, first.model.d_model, tokens))
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 members = [Run(*each, None) for each in runs]
