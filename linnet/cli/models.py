@@ -19,6 +19,7 @@ LADDERS = ("c2-", "c3-", "c4-")  # recipes of long ladders, which the whole list
 def models(
     names: list[str] | None = None,
     *,
+    mixer: list[str] | None = None,
     context: Count = 8192,
     as_json: AsJson = False,
     vision: bool = False,
@@ -41,10 +42,13 @@ def models(
 
     Example: [bold]linnet models tnl hgrn2-1b --context 131072[/]
 
+    [bold]linnet models tnl-10m --mixer examples/my_mixer.py:MyMixer[/]
+
     [bold]linnet models --vision[/]
 
     Args:
         names: Show only these recipes; a prefix such as tnl, a pattern such as '*-wt103', or a folder.
+        mixer (FILE.py:CLASS): Show the model that [bold]linnet train[/] makes of a mixer of your own; may be given again.
         context: Context length in tokens, for the bytes of state.
         as_json: Print a list of objects in full precision.
         vision: List models of images: classifiers, then denoisers.
@@ -58,17 +62,17 @@ def models(
 
     folders = [name for name in names or [] if Path(name).is_dir()]
     names = [name for name in names or [] if name not in folders]
-    configs = {name: _model_of(name) for name in folders}
+    configs = {name: _model_of(name) for name in folders} | _models_with(mixer or [])
     texts, images = table.names_of(table.TEXT), table.names_of(table.IMAGES)
     known = images if vision else texts + images if names else texts
-    wanted = names if names or folders else [""]
+    wanted = names if names or configs else [""]
     fits = {
         name: [recipe for recipe in known if recipe.startswith(name) or fnmatch.fnmatch(recipe, name)]
         for name in wanted
     }
     refuse([unknown_recipe(name) for name, matches in fits.items() if not matches], "linnet models")
     chosen = [recipe for recipe in known if any(recipe in matches for matches in fits.values())]
-    if left_out := [] if names or folders or as_json else [recipe for recipe in chosen if recipe.startswith(LADDERS)]:
+    if left_out := [] if names or configs or as_json else [recipe for recipe in chosen if recipe.startswith(LADDERS)]:
         chosen = [recipe for recipe in chosen if recipe not in left_out]
     rows = [table.recipe_summary(name, context, recount) for name in chosen]
     rows += [table.model_summary(name, config, context) for name, config in configs.items()]
@@ -93,6 +97,25 @@ def _model_of(path: str) -> "StackConfig":
     from linnet.runs.model import read_config
 
     return read_config(RunFolder.open(path), kinds=(*table.TEXT, *table.IMAGES))
+
+
+def _models_with(mixers: list[str]) -> dict[str, "StackConfig"]:
+    """Returns the models of `linnet train --mixer` by the names of the mixers, which are checked as there."""
+    from linnet.cli.train import SHAPE
+    from linnet.config import gather, refuse
+    from linnet.layers.base import load_plugin
+    from linnet.layers.check import check_mixers
+    from linnet.models import family
+
+    models, problems = {}, []
+    for spec in mixers:
+        with gather(problems):
+            name = load_plugin(spec)
+            model = family(name)(*SHAPE)
+            check_mixers([spec], model.options, model.d_model, model.norm)
+            models[name] = model
+    refuse(problems, "linnet models")
+    return models
 
 
 def _print_images(rows: list[dict]) -> None:
