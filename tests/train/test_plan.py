@@ -256,6 +256,16 @@ def test_a_plan_prints_plausible_numbers_or_none(recipe, known):
     assert (found["step_seconds"] is not None) == known and ("narrower than 1,024" in text) == (not known)
 
 
+def test_a_plan_without_a_gpu_names_the_one_that_it_assumes(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    shown = [
+        CliRunner().invoke(app, ["train", "--model", "tnl-10m", "--plan", *more]).stdout
+        for more in ([], ["--gpu", "AUTO,speed=500"], ["--gpu", "h200"], ["--json"])
+    ]
+    told = ["no GPU is visible, so this plan assumes h200; choose another with --gpu NAME" in text for text in shown]
+    assert told == [True, True, False, False]
+
+
 def test_a_recipe_in_place_of_a_file_is_named():
     refused = CliRunner().invoke(app, ["train", "tnl-10m"])
     assert refused.exit_code == 2 and "use --model tnl-10m" in refused.stderr
@@ -268,6 +278,6 @@ def test_a_plan_names_data_that_are_not_there(tmp_path):
     arguments = ["train", "--model", "tnl-10m", "--plan", "--gpu", "h200"]
     shown = CliRunner().invoke(app, [*arguments, *asked]).stdout
     assert f"missing data.source: '{tmp_path}/gone' does not exist" in shown and shown.count("missing") == 2
-    assert f"data.validation: '{tmp_path}/held'" in shown and "tokens/s" in shown
+    assert f"data.validation: '{tmp_path}/held'" in shown and "time: " in shown
     assert len(json.loads(CliRunner().invoke(app, [*arguments, *asked, "--json"]).stdout)["missing"]) == 2
     assert "missing" not in CliRunner().invoke(app, arguments).stdout

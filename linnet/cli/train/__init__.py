@@ -78,7 +78,8 @@ def train(
         cache: Folder of prepared corpora.
         plan: Print memory, traffic and time on --devices GPUs, without a GPU, and stop.
         gpu: The GPU of --plan: b200, gb200, h200, h100, a100, a100-40, mi300x, rtx5090, rtx4090, or auto for the one
-            here; also with TFLOP/s and GB/s of yours: h200,speed=520, then link=272 or network=25.
+            here, and h200 if there is none; also with TFLOP/s and GB/s of yours: h200,speed=520, then link=272 or
+            network=25.
         memory (GIB): GiB of one GPU, for --plan (default: by --gpu).
         coordinate_check: Train ten steps at widths 64 to 512, show whether activations keep their size, and stop.
         json_: Print the result as one JSON object.

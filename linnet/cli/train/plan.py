@@ -27,6 +27,8 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         devices: number of GPUs. gpu: name of `linnet.train.costs.GPUS`, or auto.
         memory: GiB of one GPU, in place of the known number.
     """
+    import torch
+
     from linnet.config import ConfigError
     from linnet.data.problems import missing_text
     from linnet.train import float8, passes
@@ -51,11 +53,13 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
         sources = passes.gives(settings.data.mixture, sizes, tokens)
     if json_:
         values = costs.as_dict() | (dict.fromkeys(SPEEDS) if settings.model.d_model < SMALL else {})
-        if notes:
+        if narrow:
             values["float8"] = notes[0][0]
         echo_json({**values, "missing": missing, "sources": sources})
     else:
         console = Console(soft_wrap=True, highlight=False)
+        if gpu.partition(",")[0].strip().lower() == "auto" and not torch.cuda.is_available():
+            console.print(f"no GPU is visible, so this plan assumes {costs.gpu.name}; choose another with --gpu NAME")
         _print(costs, settings, console)
         for text, warning in notes + passes.lines(sources, about=True):
             console.print(f"[yellow]warning[/] {escape(text)}" if warning else escape(text))
@@ -100,8 +104,8 @@ def _print(plan: "Plan", settings: "TrainConfig", console: Console) -> None:
     tokens, seconds = plan.tokens_per_step / plan.step_seconds, plan.step_seconds
     if settings.model.d_model < SMALL:
         console.print(
-            f"time: no tokens/s for a model narrower than {SMALL:,}, whose kernels are too short for the "
-            f"{gpu.speed:.0f} TFLOP/s of a large one; train some steps to measure it"
+            f"time: not estimated for models narrower than {SMALL:,}, which do not reach the {gpu.speed:.0f} TFLOP/s "
+            "that a plan assumes; train a few steps to measure it"
         )
     else:
         console.print(
