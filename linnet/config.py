@@ -425,7 +425,8 @@ def read_yaml(path: str | Path) -> dict:
                 values = parse_yaml(file)  # raises it again, with the file's name
     except (FileNotFoundError, NotADirectoryError):
         here = "" if path.is_absolute() else f" (relative ones start in {Path.cwd()})"
-        beside = {file.stem: file for file in path.parent.glob("*.yaml")}
+        beside = {file.parent.name: file for file in path.parent.glob("*/study.yaml")}
+        beside |= {file.stem: file for file in path.parent.glob("*.yaml")}
         near = difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.6)
         fix = f"did you mean {str(beside[near[0]])!r}?" if near else f"give its path{here}"
         raise ConfigError([f"{path}: no such file; {fix}"]) from None
@@ -486,7 +487,8 @@ def _not_yaml(path: Path) -> str | None:
     """Returns why a path is not a file of YAML, without opening what could block or never end; None if it may be."""
     state = path.stat()
     if stat.S_ISDIR(state.st_mode):
-        return "a folder; give a YAML file"
+        inside = (file for name in ("study.yaml", "config.yaml", "*.yaml") for file in sorted(path.glob(name)))
+        return f"a folder; give a YAML file{f', such as {file}' if (file := next(inside, None)) else ''}"
     if not stat.S_ISREG(state.st_mode):
         return "a pipe, socket or device; give a YAML file"
     if state.st_size > MOST_BYTES:

@@ -21,6 +21,7 @@ The function gets the instance. Typer checks types and ranges; a configuration m
 
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import json
@@ -39,12 +40,13 @@ from rich.table import Table
 from typer.core import TyperGroup
 from typer.models import OptionInfo, ParameterInfo
 
-from linnet.config import Config, Problem, checking, entries, parse
+from linnet.config import Config, ConfigError, Problem, checking, entries, parse
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 F = TypeVar("F", bound=Callable)
 C = TypeVar("C", bound=Config)
+SHELL = {"rm": "remove", "ls": "list"}  # commands of a shell -> of a group
 WIDEST = 22  # choices of more characters are listed in the text of the help; as a metavar they would fold within words
 _ENTRY = re.compile(r"(?P<name>\w+)(?: \((?P<metavar>\S+)\))?: (?P<help>.*?)(?: \(default: (?P<default>.*)\)\.)?")
 
@@ -98,6 +100,11 @@ def default_verb(verb: str, keep_help: bool = False) -> type[TyperGroup]:
 
         def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
             known = (*self.commands, *ctx.help_option_names) if keep_help else self.commands
+            if args and args[0] not in known and not Path(args[0]).exists():
+                near = difflib.get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
+                if meant := [SHELL[args[0]]] if SHELL.get(args[0]) in self.commands else near:
+                    problem = f"{args[0]}: no such command or path; did you mean {ctx.command_path} {meant[0]}?"
+                    raise ConfigError([problem], "command line")
             return super().parse_args(ctx, args if args and args[0] in known else [verb, *args])
 
         def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:

@@ -508,8 +508,16 @@ def test_files_that_are_not_yaml_are_refused_before_they_are_read(tmp_path):
 
 def test_a_configuration_that_is_not_there_names_a_near_one_or_where_paths_start(tmp_path, monkeypatch):
     (tmp_path / "demo.yaml").write_text("a: 1\n")
+    for name in ("studies/mine/study.yaml", "runs/mine/config.yaml", "configs/other.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("a: 1\n")
     monkeypatch.chdir(tmp_path)
     for path, problem in (
+        ("studies/mine", r"studies/mine: a folder; give a YAML file, such as studies/mine/study\.yaml$"),
+        ("studies/mne", r"studies/mne: no such file; did you mean 'studies/mine/study\.yaml'\?$"),
+        ("runs/mine", r"runs/mine: a folder; give a YAML file, such as runs/mine/config\.yaml$"),
+        ("configs", r"configs: a folder; give a YAML file, such as configs/other\.yaml$"),
+        ("studies", r"studies: a folder; give a YAML file$"),
         ("demmo.yaml", r"demmo\.yaml: no such file; did you mean 'demo\.yaml'\?"),
         ("o.yaml", r"no such file; give its path \(relative ones start in "),
         ("other/run.yaml", r"no such file; give its path \(relative ones start in "),

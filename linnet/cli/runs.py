@@ -144,7 +144,7 @@ def remove(
 
     paths = list(dict.fromkeys(Path(str(path).rstrip("/") or "/") for path in paths))
     if problems := [line for path in paths for line in overview.refusals(path)]:
-        raise ConfigError(problems + ["nothing was removed"], "runs remove")
+        raise ConfigError(problems, "runs remove, which removed nothing")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     for path in paths:
         row, other = overview.describe(RunFolder(path)), overview.foreign(path)

@@ -155,6 +155,18 @@ def test_remove_refuses_what_is_no_run_or_in_use(place, monkeypatch):
     assert "is the folder that you are in" in call("remove", ".", "--yes", code=2)
 
 
+def test_a_word_that_is_neither_a_command_nor_a_path_is_refused_with_the_nearest_command(place):
+    for word, meant in (("rm", "remove"), ("ls", "list"), ("tial", "tail")):
+        assert f"{word}: no such command or path; did you mean" in (said := call(word, "X", code=2))
+        assert said.rstrip().endswith(f"runs {meant}?"), said
+    said = call("remove", "X", "other", code=2)
+    assert "2 problems" in said and "removed nothing" in said
+    study = CliRunner().invoke(app, ["study", "tuen", "my.yaml"])
+    assert study.exit_code == 2 and "study tune?" in study.stderr
+    Path("rm").mkdir()
+    assert "no such command" not in call("rm")
+
+
 def test_a_lock_of_a_killed_process_is_not_in_use(place):
     (Path("runs/a") / ".lock").write_text("99999999")
     assert RunFolder("runs/a").owner() is None and RunFolder("runs/c").owner() is None
