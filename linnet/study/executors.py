@@ -258,7 +258,7 @@ class Ray:
 
 
 def worker_threads(config: ExecutorConfig, devices: int = 1) -> tuple[int, bool]:
-    """Returns the CPU threads per process, and whether the user chose them: trainings of small models take fewer if not.
+    """Returns the CPU threads per process, and whether the user chose them; if not, small models train with fewer.
 
     They are `threads`, or an equal share of the cores of this machine. A local process, whose environment is this one,
     has at most OMP_NUM_THREADS.
