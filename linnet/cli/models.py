@@ -48,7 +48,7 @@ def models(
 
     Args:
         names: Show only these recipes; a prefix such as tnl, a pattern such as '*-wt103', or a folder.
-        mixer (FILE.py:CLASS): Show the model that [bold]linnet train[/] makes of a mixer of your own; may be given again.
+        mixer (FILE.py:CLASS): Show the model that [bold]linnet train[/] makes of your own mixer; may be given again.
         context: Context length in tokens, for the bytes of state.
         as_json: Print a list of objects in full precision.
         vision: List models of images: classifiers, then denoisers.

@@ -10,9 +10,11 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -168,6 +170,7 @@ class Layer(nn.Module):
     """
 
     name: str
+    also: tuple[str, ...]
     within: str = ""
     Config: type[Config]
     tp_counts: tuple[str, ...]
@@ -383,20 +386,41 @@ def auxiliary_layers(model: nn.Module) -> list[Layer]:
 
 MIXERS: dict[str, type[Mixer]] = {}
 CHANNELS: dict[str, type[Channel | Mixer]] = {}
+_ALL = ChainMap[str, Any](MIXERS, CHANNELS)
 
 
-def register_mixer(name: str, config: type[Config]):
+def register_mixer(name: str, config: type[Config], *also: str):
     """Registers the decorated class as the mixer `name` of layouts, with the options of `config`.
+
+    Args:
+        also: other names in use, for the message about an unknown name; case, `-` and `_` do not matter.
 
     Raises:
         ValueError: another class already has this name.
     """
-    return _register(MIXERS, name, config)
+    return _register(MIXERS, name, config, also)
 
 
-def register_channel(name: str, config: type[Config]):
+def register_channel(name: str, config: type[Config], *also: str):
     """Registers the decorated class as `register_mixer` does, for a channel mixer."""
-    return _register(CHANNELS, name, config)
+    return _register(CHANNELS, name, config, also)
+
+
+def known_as(name: str, known: Iterable[str]) -> str | None:
+    """Returns the one of the known layers that is also called `name`; None if there is none."""
+    known = list(known)
+    others = {_plain(also): layer for layer in known for also in getattr(_ALL.get(layer), "also", ())}
+    return (others | {_plain(layer): layer for layer in known}).get(_plain(name))
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Returns the text of `nearest` about an unknown layer, which may have a known one's other name."""
+    known = list(known)
+    return f"did you mean {layer!r}?" if (layer := known_as(name, known)) else nearest(name, known)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 def find_mixer(name: str) -> type[Mixer]:
@@ -485,13 +509,13 @@ class _SourceOnly(importlib.machinery.SourceFileLoader):
         return self.source_to_code(source, self.path)
 
 
-def _register(registry: dict, name: str, config: type[Config]):
+def _register(registry: dict, name: str, config: type[Config], also: tuple[str, ...]):
     def decorate(cls):
         known = registry.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"layer name {name!r} is taken by {known.__module__}.{known.__qualname__}; choose another")
         _check_methods(cls)
-        cls.name, cls.Config = name, config
+        cls.name, cls.Config, cls.also = name, config, also
         registry[name] = cls
         return cls
 
@@ -522,5 +546,5 @@ def _check_methods(cls: type[Layer]) -> None:
 
 def _find(registry: dict, kind: str, name: str):
     if name not in registry:
-        raise ConfigError([f"{kind} {name!r} is unknown; {nearest(name, registry)}"], "layout")
+        raise ConfigError([f"{kind} {name!r} is unknown; {nearest_name(name, registry)}"], "layout")
     return registry[name]

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from linnet.config import Config, first_of, nearest, parse
-from linnet.layers.base import CHANNELS, MIXERS
+from linnet.layers.base import CHANNELS, MIXERS, nearest_name
 
 _TOKEN = re.compile(r"[()]|[^\s():]+")
 _ALIAS = re.compile(r"(?![x*]\d+$)[^\s():+\d][^\s():+]*")
@@ -220,8 +220,8 @@ def shares(blocks: Sequence[LayerSpec], num_layers: int) -> tuple[str, str] | No
 
 
 def nearest_layer(name: str, known: Iterable[str]) -> str:
-    """Returns the text of `nearest`; if no name is near, also explains how to use a mixer from a file."""
-    hint = nearest(name, known)
+    """Returns the text of `nearest_name`; if no name is near, also explains how to use a mixer from a file."""
+    hint = nearest_name(name, known)
     return hint if hint.startswith("did you mean") or set(known) <= set(CHANNELS) else hint + _OWN
 
 

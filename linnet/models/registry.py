@@ -10,6 +10,7 @@ from typing import Any
 
 from linnet.companions import Offer
 from linnet.config import ConfigError, nearest
+from linnet.layers.base import known_as
 
 # Recipes are functions that return a configuration, whose class imports this module, so none is imported here.
 RECIPES: dict[str, Callable[[], Any]] = {}
@@ -76,4 +77,7 @@ def unknown_recipe(name: str) -> str:
         title = get_recipe(name).TITLE
         return f"recipe {name!r} describes {title}, but a causal language model is needed here; choose another recipe"
     known = [recipe for recipes in _RECIPES.values() for recipe in recipes]
-    return f"recipe {name!r} is unknown; {nearest(str(name), known)} (linnet models lists them)"
+    family, dash, size = str(name).rpartition("-")
+    families = dict.fromkeys(recipe.partition("-")[0] for recipe in known)
+    wanted = (known_as(family, families) or family) + dash + size if dash else known_as(size, families) or size
+    return f"recipe {name!r} is unknown; {nearest(wanted, known)} (linnet models lists them)"

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
 from linnet.config import Config, ConfigError, Epsilon, Factor, Problem, SeveralKeys, added, nearest, parse, shown
-from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext, Mixer
+from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext, Mixer, nearest_name
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions import PositionKind, check_positions
 from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, shares, written
@@ -155,7 +155,7 @@ def check(config: StackConfig) -> list[str]:
     except ValueError as error:  # the layout's message shows the wrong place
         return [*problems, str(error)]
     problems += [
-        f"options.{name}: the layout {config.layout!r} has no such layer; {nearest(name, stack.names)}"
+        f"options.{name}: the layout {config.layout!r} has no such layer; {nearest_name(name, stack.names)}"
         for name in config.options
         if name not in stack.names
     ]

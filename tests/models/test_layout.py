@@ -7,8 +7,10 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError, parse
+from linnet.layers.base import CHANNELS, MIXERS, _plain, find_mixer
 from linnet.models import ModelConfig, family
 from linnet.models.layout import LayoutError, parse_layout
+from linnet.models.registry import unknown_recipe
 
 ALIASES = {"H": "hyena+swiglu", "A": "attentoin+swiglu"}
 
@@ -149,3 +151,38 @@ def test_joined_blocks_repeat_and_are_cut_as_one():
             parse_layout(wrong)
     with pytest.raises(ValueError, match="refers to itself"):
         parse_layout("P", {"P": "mamba&P"})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("gated_delta_net", "gdn"),
+        ("Gated-DeltaNet", "gdn"),
+        ("DeltaNet", "delta_net"),
+        ("deltaproduct", "gated_delta_product"),
+        ("RetNet", "retnet"),
+        ("mamba-2", "mamba2"),
+        ("rwkv", "rwkv7"),
+        ("lfm2", "short_conv"),
+        ("lightning_attention", "tnl"),
+        ("linear_attention", "elu1"),
+        ("griffin", "rglru"),
+    ],
+)
+def test_a_name_of_the_field_finds_the_mixer(name, meant):
+    with pytest.raises(LayoutError, match=f"did you mean '{meant}'"):
+        parse_layout(f"{name}+swiglu x2")
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        find_mixer(name)
+
+
+def test_no_two_layers_have_the_same_name():
+    for registry in (MIXERS, CHANNELS):
+        names = [_plain(name) for name, cls in registry.items() for name in (name, *cls.also)]
+        assert len(names) == len(set(names))
+
+
+def test_a_recipe_under_a_name_of_the_field_is_found():
+    for name, meant in (("gated_deltanet-1b", "gdn-1b"), ("mamba-2-130m", "mamba2-130m"), ("rwkv-10m", "rwkv7-10m")):
+        assert f"did you mean {meant!r}?" in unknown_recipe(name)
+    assert "short_conv" not in unknown_recipe("lfm2-9b")  # recipes of that name exist

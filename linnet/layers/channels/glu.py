@@ -79,7 +79,7 @@ def default_inner(d_model: int) -> int:
     return -(-8 * d_model // 24) * 8
 
 
-@register_channel("swiglu", SwigluConfig)
+@register_channel("swiglu", SwigluConfig, "gated_mlp", "silu_glu")
 class SwiGLU(GatedLinearUnit):
     """Gated by SiLU."""
 

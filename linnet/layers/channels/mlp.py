@@ -19,7 +19,7 @@ class MlpConfig(LayerConfig):
     bias: bool = Field(False, description="bias of both projections")
 
 
-@register_channel("mlp", MlpConfig)
+@register_channel("mlp", MlpConfig, "ffn", "feed_forward", "feed_forward_network")
 class Mlp(Channel):
     """The perceptron as a channel mixer. Its paper cost is the default of a layer: two FLOPs per weight and token."""
 

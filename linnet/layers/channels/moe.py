@@ -103,7 +103,7 @@ class MoeConfig(LayerConfig):
         return self
 
 
-@register_channel("moe", MoeConfig)
+@register_channel("moe", MoeConfig, "mixture_of_experts", "experts")
 class Moe(Routed, Channel):
     """The layer. `gate_proj`, `up_proj` and `down_proj` hold the matrices of all experts, grouped by expert."""
 

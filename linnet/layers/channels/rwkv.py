@@ -24,7 +24,7 @@ class RwkvConfig(LayerConfig):
     receptance: bool = added(False, description="a sigmoid gate of the output, as in RWKV-4")
 
 
-@register_channel("rwkv", RwkvConfig)
+@register_channel("rwkv", RwkvConfig, "rwkv_channel_mixing", "cmix")
 class Rwkv(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, 1, D]: the last input. W_1 starts orthogonal and W_2 at zero."""
 

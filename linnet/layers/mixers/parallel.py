@@ -16,7 +16,17 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Config, ConfigError, Factor, nearest, parse
-from linnet.layers.base import MIXERS, LayerConfig, LayerContext, Mixer, State, TensorSpec, find_mixer, register_mixer
+from linnet.layers.base import (
+    MIXERS,
+    LayerConfig,
+    LayerContext,
+    Mixer,
+    State,
+    TensorSpec,
+    find_mixer,
+    nearest_name,
+    register_mixer,
+)
 from linnet.layers.ring import mix
 
 
@@ -47,7 +57,9 @@ class ParallelConfig(LayerConfig):
         known = [name for name in MIXERS if name not in apart and name != "parallel"]
         for name, settings in self.mixers.items():
             if name not in known:
-                problems.append(f"mixers: {name!r} is not a mixer that can run in parallel; {nearest(name, known)}")
+                problems.append(
+                    f"mixers: {name!r} is not a mixer that can run in parallel; {nearest_name(name, known)}"
+                )
                 continue
             try:
                 options = parse(MIXERS[name].Config, settings)

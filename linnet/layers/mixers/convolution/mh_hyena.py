@@ -41,7 +41,7 @@ class MhHyenaConfig(HyenaFilterConfig):
         return check_heads(context.d_model, self.heads(context.d_model)) + super().check(context)
 
 
-@register_mixer("mh_hyena", MhHyenaConfig)
+@register_mixer("mh_hyena", MhHyenaConfig, "multi_head_hyena")
 class MhHyena(HyenaMixer):
     """x [B, T, D] -> [B, T, D], with one filter per head."""
 

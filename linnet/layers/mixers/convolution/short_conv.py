@@ -18,7 +18,7 @@ class ShortConvConfig(LayerConfig):
     bias: bool = Field(False, description="biases of all projections and of the convolution")
 
 
-@register_mixer("short_conv", ShortConvConfig)
+@register_mixer("short_conv", ShortConvConfig, "lfm2", "lfm", "conv", "short_convolution")
 class ShortConvMixer(ConvolvedMixer):
     """x [B, T, D] -> [B, T, D]; the state is the last inputs of the convolution, [B, W - 1, D]."""
 

@@ -34,7 +34,7 @@ class TnnConfig(LayerConfig):
     rpe_layers: int = Field(6, ge=0, description="layers of this network from rpe_dim to rpe_dim")
 
 
-@register_mixer("tnn", TnnConfig)
+@register_mixer("tnn", TnnConfig, "toeplitz", "gtu")
 class Tnn(Mixer):
     """x [B, T, D] -> [B, T, D]; the state is a cache: the values of all tokens so far, and the next position."""
 

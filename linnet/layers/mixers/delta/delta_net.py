@@ -18,7 +18,7 @@ class DeltaNetConfig(DeltaConfig):
     use_gate: bool = Field(False, description="a SiLU gate after the norm of the output")
 
 
-@register_mixer("delta_net", DeltaNetConfig)
+@register_mixer("delta_net", DeltaNetConfig, "delta_rule")
 class DeltaNet(DeltaMixer):
     """x [B, T, D] -> [B, T, D], without a decay."""
 

@@ -27,7 +27,7 @@ class GatedDeltaProductConfig(GdnConfig):
     allow_neg_eigval: bool = Field(True, description="beta in (0, 2): an erasure may flip the sign of what it reads")
 
 
-@register_mixer("gated_delta_product", GatedDeltaProductConfig)
+@register_mixer("gated_delta_product", GatedDeltaProductConfig, "delta_product")
 class GatedDeltaProduct(Gdn):
     """x [B, T, D] -> [B, T, D], with n micro-steps per token."""
 

@@ -25,7 +25,7 @@ class GdnConfig(DeltaConfig):
     use_gate: bool = Field(True, description="a SiLU gate after the norm of the output")
 
 
-@register_mixer("gdn", GdnConfig)
+@register_mixer("gdn", GdnConfig, "gated_delta_net", "gated_delta_rule", "gated_delta", "qwen3_next", "qwen3.5")
 class Gdn(DeltaMixer):
     """x [B, T, D] -> [B, T, D], with one decay per value head."""
 

@@ -20,7 +20,7 @@ class Gdn2Config(KdaConfig):
     """Options of `gdn2`."""
 
 
-@register_mixer("gdn2", Gdn2Config)
+@register_mixer("gdn2", Gdn2Config, "gated_delta_net_2")
 class Gdn2(Kda):
     """x [B, T, D] -> [B, T, D], with gates per channel."""
 

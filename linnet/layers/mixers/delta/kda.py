@@ -37,7 +37,7 @@ class KdaConfig(DeltaConfig):
     )
 
 
-@register_mixer("kda", KdaConfig)
+@register_mixer("kda", KdaConfig, "kimi_delta_attention", "kimi_linear", "kimi")
 class Kda(DeltaMixer):
     """x [B, T, D] -> [B, T, D], with one decay per channel of the key and value head.
 

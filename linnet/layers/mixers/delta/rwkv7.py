@@ -62,7 +62,7 @@ class LowRank(nn.Module):
         return self.up(self.activation(self.down(x)))
 
 
-@register_mixer("rwkv7", Rwkv7Config)
+@register_mixer("rwkv7", Rwkv7Config, "rwkv", "goose", "rwkv7_goose")
 class Rwkv7(Mixer):
     """x [B, T, D] -> [B, T, D]; state [B, H, K, K] and the last input, [B, 1, D]."""
 

@@ -227,7 +227,7 @@ class HgrnConfig(LayerConfig):
         return ["theta_per_direction: true has no effect with complex: false, which has no rotation; leave it out"]
 
 
-@register_mixer("hgrn", HgrnConfig)
+@register_mixer("hgrn", HgrnConfig, "hgru")
 class Hgrn(Mixer):
     """x [B, T, D] -> [B, T, D]; the state is one number per channel, complex or real, or `expand` real ones.
 

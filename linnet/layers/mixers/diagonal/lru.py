@@ -36,7 +36,7 @@ class LruConfig(LayerConfig):
         return [f"r_min: {self.r_min:g} is above r_max: {self.r_max:g}; lower it"]
 
 
-@register_mixer("lru", LruConfig)
+@register_mixer("lru", LruConfig, "linear_recurrent_unit")
 class Lru(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, N, 2]: complex numbers as pairs (real, imaginary)."""
 

@@ -49,7 +49,7 @@ class MambaConfig(LayerConfig):
         return [f"weights_per_direction: true has no effect with {setting}, which has one direction; leave it out"]
 
 
-@register_mixer("mamba", MambaConfig)
+@register_mixer("mamba", MambaConfig, "mamba1", "s6", "selective_ssm")
 class Mamba(ConvolvedMixer):
     """x [B, T, D] -> [B, T, D], state [B, C, N] and the inputs that the convolution looks back to, [B, W - 1, C]."""
 

@@ -113,7 +113,7 @@ class Mamba2Config(HeadsConfig):
         return problems
 
 
-@register_mixer("mamba2", Mamba2Config)
+@register_mixer("mamba2", Mamba2Config, "ssd", "mamba2_ssd")
 class Mamba2(ConvolvedMixer, HeadsMixer):
     """x [B, T, D] -> [B, T, D], state [B, H, N, P] and the last inputs of three convolutions, [B, W - 1, ...] each."""
 

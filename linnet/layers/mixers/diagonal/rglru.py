@@ -48,7 +48,7 @@ class RglruConfig(LayerConfig):
         return [] if self.channels else check_heads(context.d_model, self.num_heads)
 
 
-@register_mixer("rglru", RglruConfig)
+@register_mixer("rglru", RglruConfig, "griffin", "hawk", "recurrent_gemma")
 class Rglru(ConvolvedMixer):
     """x [B, T, D] -> [B, T, D]; the state is a number per channel and the last inputs of the convolution."""
 

@@ -31,7 +31,7 @@ class Rwkv4Config(LayerConfig):
     """Options of `rwkv4`: none."""
 
 
-@register_mixer("rwkv4", Rwkv4Config)
+@register_mixer("rwkv4", Rwkv4Config, "rwkv_v4")
 class Rwkv4(Mixer):
     """x [B, T, D] -> [B, T, D]; state: numerator and denominator [B, 2 D], their maximum [B, D], the last input."""
 

@@ -49,7 +49,7 @@ class S4dConfig(LayerConfig):
         return [f"dt_min: {self.dt_min:g} is above dt_max: {self.dt_max:g}; lower it"]
 
 
-@register_mixer("s4d", S4dConfig)
+@register_mixer("s4d", S4dConfig, "s4", "dss")
 class S4d(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, D, N / 2, 2]: complex modes as pairs (real, imaginary)."""
 

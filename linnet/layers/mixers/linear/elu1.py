@@ -31,7 +31,7 @@ class Elu1Config(LayerConfig):
         return check_heads(context.d_model, self.num_heads)
 
 
-@register_mixer("elu1", Elu1Config)
+@register_mixer("elu1", Elu1Config, "linear_attention", "linear_transformer")
 class Elu1(Mixer):
     """x [B, T, D] -> [B, T, D]; the state is [B, H, K, V + 1], whose last column is the sum of the denominator, with
     zeros up to a multiple of 8.

@@ -45,7 +45,7 @@ class GlaConfig(LayerConfig):
         ]
 
 
-@register_mixer("gla", GlaConfig)
+@register_mixer("gla", GlaConfig, "gated_linear_attention")
 class Gla(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, H, K, V]. Without causality the outputs of all directions are added."""
 

@@ -39,7 +39,7 @@ class RetnetConfig(LayerConfig):
         return check_rope(width, optional=False)
 
 
-@register_mixer("retnet", RetnetConfig)
+@register_mixer("retnet", RetnetConfig, "retention", "multi_scale_retention")
 class Retnet(Mixer):
     """x [B, T, D] -> [B, T, D]; the state is a matrix [B, H, K, V] and the position of the next token."""
 

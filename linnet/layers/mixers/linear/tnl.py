@@ -68,7 +68,7 @@ class TnlConfig(GatedOutputConfig):
         return problems
 
 
-@register_mixer("tnl", TnlConfig)
+@register_mixer("tnl", TnlConfig, "lightning_attention", "transnormer", "transnormer_llm", "minimax")
 class Tnl(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, H, K, V] and, with LRPE, the position of the next token.
 

@@ -156,7 +156,7 @@ class Kind(NamedTuple):
     scores: Scores
 
 
-@register_mixer("attention", AttentionConfig)
+@register_mixer("attention", AttentionConfig, "transformer", "softmax_attention", "self_attention", "mha", "gqa", "mqa")
 class Attention(Mixer):
     """Maps x [B, T, D] to [B, T, D]; the state is a ring of keys and values, their positions, and the next position."""
 

@@ -60,7 +60,7 @@ class MlaConfig(LayerConfig):
         return problems + check_rope(self.rope_dim, "rope_dim", base=self.rope_base, scaling=self.rope_scaling)
 
 
-@register_mixer("mla", MlaConfig)
+@register_mixer("mla", MlaConfig, "multi_head_latent_attention", "latent_attention")
 class Mla(Mixer):
     """x [B, T, D] -> [B, T, D]; the state is a ring of latents and shared keys, their positions, and the next one."""
 
