@@ -121,6 +121,9 @@ class LayerContext:
         return self.bias == "all"
 
 
+SET = object()  # in `LayerConfig.unread`
+
+
 class LayerConfig(Config):
     """Options of a layer. `check` finds options that do not fit this model width or each other.
 
@@ -130,14 +133,14 @@ class LayerConfig(Config):
             training omits it.
         grows: options that count heads or channels and so grow with the width of a model (`parametrisation.at_width`).
         nested: options that hold the options of other layers by their names, which grow in the same way.
-        needs: an option -> those that are read only if it is true. A new training refuses one that is set and that no
-            block reads (`models.stack.unused_options`). Recipes set others, such as rope_base, for any value of it.
+        unread: an option and a value of it, or `SET` for any but its default -> the options that have no effect then. A
+            new training refuses one that is set and that no block reads (`models.stack.unused_options`).
     """
 
     causal_defaults: ClassVar[Mapping[str, object]] = {}
     grows: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads", "inner", "expert_width", "dt_rank")
     nested: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    unread: ClassVar[Mapping[tuple[str, object], tuple[str, ...]]] = {}
 
     def check(self, context: LayerContext) -> list[str]:
         """Returns the problems of these options in a layer at `context`, each as "key: what is wrong; the fix".

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor
-from linnet.layers.base import LayerConfig, LayerContext, State, TensorSpec, last_linear
+from linnet.layers.base import SET, LayerConfig, LayerContext, State, TensorSpec, last_linear
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec, step_all
@@ -30,6 +30,7 @@ class DeltaConfig(LayerConfig):
     """Options of every mixer on the gated delta rule."""
 
     grows = (*LayerConfig.grows, "num_v_heads")
+    unread = {("head_dim", SET): ("expand_k",)}
 
     num_heads: int = Field(4, ge=1, description="heads of queries and keys; must divide d_model unless head_dim is set")
     num_v_heads: int = Field(

@@ -19,6 +19,11 @@ from linnet.ops.activation import gated_activation
 class GatedOutputConfig(LayerConfig):
     """Options of `GatedOutput`, and of every mixer that ends with it."""
 
+    unread = {
+        ("gate", "none"): ("gate_rank", "gate_activation", "gate_first"),
+        ("gate", "full"): ("gate_rank",),
+    }
+
     norm: NormKind = Field("srmsnorm", description="norm of the concatenated heads, over the full width")
     norm_eps: Epsilon | None = Field(None, description="epsilon of the norm; null is the default of its kind")
     gate: Literal["low_rank", "full", "none"] = Field("low_rank", description="full is TNL v1; none is its ablation")

@@ -71,6 +71,13 @@ def get_recipe(name: str):
     return recipes_of(kind)[name]()
 
 
+def set_by_recipe(layer: str, key: str, value: Any) -> bool:
+    """Returns whether a recipe of any kind gives an option of a layer this value."""
+    _complete()
+    recipes = (recipe() for recipes in _RECIPES.values() for recipe in recipes.values())
+    return any(recipe.options.get(layer, {}).get(key) == value for recipe in recipes)
+
+
 def unknown_recipe(name: str) -> str:
     """Returns the message about a name that belongs to no recipe of a causal language model."""
     if kind_of_recipe(name) not in (None, "causal_lm"):

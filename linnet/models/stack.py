@@ -13,11 +13,11 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
 from linnet.config import Config, ConfigError, Epsilon, Factor, Problem, SeveralKeys, added, nearest, parse, shown
-from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext, Mixer, nearest_name
+from linnet.layers.base import CHANNELS, MIXERS, SET, Bias, LayerContext, Mixer, nearest_name
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions import PositionKind, check_positions
 from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, shares, written
-from linnet.models.registry import get_recipe
+from linnet.models.registry import get_recipe, set_by_recipe
 
 MOST_OPTION = 1 << 24  # largest whole number in the options of a layer: a width, a number of heads, a length
 
@@ -178,22 +178,29 @@ def check(config: StackConfig) -> list[str]:
 
 
 def unused_options(config: StackConfig) -> list[str]:
-    """Returns the options that no block reads with the others as they are (`LayerConfig.needs`), each with the fix.
+    """Returns the options that no block reads with the others as they are (`LayerConfig.unread`), each with the fix.
 
-    An alias may switch an option of the model off in its blocks, so one that any block reads is allowed.
+    An alias may switch an option of the model off in its blocks, so one that any block reads is allowed. So is a value
+    that a recipe has, since a change of that recipe may switch it off.
     """
     blocks = [(name, spec) for spec in (*config.stack.before, *config.stack.blocks) for name in spec.names]
     read: dict[str, bool] = {}
     why: dict[str, str] = {}
     for name, spec in blocks:
         options, of_alias = config.layer_options(name, spec), spec.options.get(name, {})
-        for switch, keys in getattr(options, "needs", {}).items():
-            on, changed = getattr(options, switch), options.model_dump(mode="json", exclude_defaults=True)
-            for key in keys:
-                place = f"aliases.{spec.alias}.options.{name}.{key}" if key in of_alias else f"options.{name}.{key}"
-                read[place] = read.get(place, False) or bool(on) or key not in changed
-                what = f"{json.dumps(changed.get(key))} has no effect with {switch}: {json.dumps(on)}"
-                why[place] = f"{what}; leave it out, or set {switch}: true"
+        changed, off = options.model_dump(mode="json", exclude_defaults=True), {}
+        for (switch, value), keys in getattr(options, "unread", {}).items():
+            if switch in changed if value is SET else getattr(options, switch) == value:
+                off |= dict.fromkeys(keys, switch)
+        for key, value in changed.items():
+            place = f"aliases.{spec.alias}.options.{name}.{key}" if key in of_alias else f"options.{name}.{key}"
+            read[place] = read.get(place, False) or key not in off
+            if key in off:
+                on = json.dumps(getattr(options, off[key])).strip('"')
+                why[place] = (
+                    f"{json.dumps(value)} has no effect with {off[key]}: {on}; leave it out, or change {off[key]}"
+                )
+                read[place] = read[place] or set_by_recipe(name, key, value)
     return [f"{place}: {why[place]}" for place, used in read.items() if not used]
 
 

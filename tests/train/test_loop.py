@@ -11,7 +11,15 @@ import torch
 from linnet.config import ConfigError
 from linnet.data import prepare, validation_batches
 from linnet.evaluate import score
-from linnet.models import build_model, count_parameters, flops_exact, flops_paper, state_bytes
+from linnet.models import (
+    ModelConfig,
+    build_model,
+    count_parameters,
+    flops_exact,
+    flops_paper,
+    get_recipe,
+    state_bytes,
+)
 from linnet.runs import RunFolder, latest_good
 from linnet.train import loop, train
 from linnet.train.identity import run_folder
@@ -253,10 +261,50 @@ UNREAD = [
     ),
     ("mla+swiglu", {"mla": {"rope": False, "rope_scaling": {"kind": "linear", "factor": 2.0}}}, "rope_scaling"),
     ("lightnet+swiglu", {"lightnet": {"num_heads": 2, "lrpe": False, "lrpe_shared_heads": True}}, "lrpe_shared_heads"),
+    ("attention", {"attention": {"rope": False, "rope_base": 77.0}}, "rope_base"),
+    ("mla", {"mla": {"rope": False, "rope_interleaved": True}}, "rope_interleaved"),
+    ("tnl", {"tnl": {"decay": "none", "slopes": "geometric"}}, "slopes"),
+    ("tnl", {"tnl": {"lrpe": "none", "lrpe_shared_heads": True}}, "lrpe_shared_heads"),
+    ("cosformer2", {"cosformer2": {"gate": "none", "gate_first": True}}, "gate_first"),
+    ("tnl", {"tnl": {"gate": "full", "gate_rank": 3}}, "gate_rank"),
+    ("gdn", {"gdn": {"head_dim": 8, "expand_k": 0.5}}, "expand_k"),
+    ("kda", {"kda": {"gate": "full", "gate_bias": False}}, "gate_bias"),
+    ("mamba2", {"mamba2": {"inner": 32, "expand": 3}}, "expand"),
+    ("mamba2", {"mamba2": {"norm": False, "norm_eps": 1e-3}}, "norm_eps"),
+    ("hyena", {"hyena": {"filter_length": 32}}, "filter_length"),
+    ("hyena_experts", {"hyena_experts": {"filter": "implicit", "num_modes": 3}}, "num_modes"),
+    ("mh_hyena", {"mh_hyena": {"head_dim": 8, "num_heads": 2}}, "num_heads"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "options", "key"), UNREAD, ids=[case[0] for case in UNREAD])
+@pytest.mark.parametrize(("layout", "options", "key"), UNREAD)
+def test_an_option_that_has_no_effect_is_refused_in_a_new_run(settings, layout, options, key):
+    def problems(values):
+        return unused_problems(settings(model={"d_model": 16, "layout": layout, "options": {layout: values}}))
+
+    [(name, given)] = options.items()
+    layout = layout.partition("+")[0]
+    [problem] = problems(given)
+    assert re.match(
+        rf"model.options.{name}.{key}: .* has no effect with \w+: .*; leave it out, or change \w+$", problem
+    )
+    without = {option: value for option, value in given.items() if option != key}
+    assert problems(without) == []
+    models = (ModelConfig(d_model=16, layout=layout, options={layout: values}) for values in (given, without))
+    with_it, without_it = (build_model(model, seed=0)(torch.arange(24)[None])[0] for model in models)
+    assert torch.equal(with_it, without_it), "it has an effect"
+
+
+def test_a_value_of_a_recipe_may_have_no_effect(settings):
+    model = {"recipe": "lfm2-350m", "options": {"attention": {"rope": False}}}
+    assert get_recipe("lfm2-350m").options["attention"]["rope_base"] == 1e6 and not unused_problems(
+        settings(model=model)
+    )
+    model["options"]["attention"]["rope_base"] = 3e6
+    assert len(unused_problems(settings(model=model))) == 1
+
+
+@pytest.mark.parametrize(("layout", "options", "key"), UNREAD[:3], ids=[case[0] for case in UNREAD[:3]])
 def test_an_option_that_another_one_switches_off_is_refused_in_a_new_run(settings, layout, options, key):
     def problems(options, layout=layout, **more):
         model = {"d_model": 16, "layout": layout, "options": options, **more}

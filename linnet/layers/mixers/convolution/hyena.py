@@ -27,6 +27,11 @@ from linnet.ops.compat_torch import is_plain
 class HyenaFilterConfig(LayerConfig):
     """Options that the three Hyena mixers share."""
 
+    unread = {
+        ("filter", "modal"): ("filter_width", "filter_length"),
+        ("filter", "implicit"): ("num_modes", "max_time_constant"),
+    }
+
     num_modes: int = Field(16, ge=1, description="complex modes of a filter: its state size")
     max_time_constant: int = Field(
         1024, ge=2, description="slowest mode at the start, in tokens; best the length of the sequences"

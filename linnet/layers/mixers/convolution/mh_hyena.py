@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from linnet.config import added
-from linnet.layers.base import LayerContext, State, last_linear, register_mixer
+from linnet.layers.base import SET, LayerContext, State, last_linear, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.convolution.hyena import HyenaFilterConfig, HyenaMixer
 from linnet.layers.output import check_heads, split_heads
@@ -21,6 +21,8 @@ from linnet.ops import filtered_attention, sequence
 
 class MhHyenaConfig(HyenaFilterConfig):
     """Options of `mh_hyena`."""
+
+    unread = HyenaFilterConfig.unread | {("head_dim", SET): ("num_heads",)}
 
     num_heads: int = Field(16, ge=1, description="heads; must divide d_model")
     head_dim: int = added(

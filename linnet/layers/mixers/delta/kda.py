@@ -24,6 +24,8 @@ from linnet.ops.delta import log_decay_of
 class KdaConfig(DeltaConfig):
     """Options of `kda`."""
 
+    unread = DeltaConfig.unread | {("gate", "full"): ("gate_bias",)}
+
     lower_bound: float | None = Field(
         None, lt=0, description="log-decays are between it and 0, by a sigmoid; null is the softplus gate, unbounded"
     )

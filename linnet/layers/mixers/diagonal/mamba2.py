@@ -13,7 +13,17 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.config import Epsilon, Factor, added
-from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
+from linnet.layers.base import (
+    SET,
+    LayerConfig,
+    LayerContext,
+    Mixer,
+    State,
+    TensorSpec,
+    carried,
+    last_linear,
+    register_mixer,
+)
 from linnet.layers.delta import draw_steps, pending_tokens
 from linnet.layers.norm import build_norm
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec, step_all
@@ -27,6 +37,8 @@ LARGEST_RATE = 16.0  # of the decay at initialisation
 
 class HeadsConfig(LayerConfig):
     """Options of heads that share B and C in groups."""
+
+    unread = {("inner", SET): ("expand",)}
 
     expand: int = Field(2, ge=1, description="channels of the recurrence over the model width")
     inner: int = added(
@@ -84,6 +96,8 @@ class HeadsMixer(Mixer):
 
 class Mamba2Config(HeadsConfig):
     """Options of `mamba2`."""
+
+    unread = HeadsConfig.unread | {("norm", False): ("norm_eps",)}
 
     conv_width: int = Field(4, ge=2, description="tokens that the convolutions see")
     conv_bias: bool = Field(True, description="a bias after the convolutions")

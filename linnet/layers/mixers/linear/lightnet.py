@@ -43,7 +43,7 @@ from linnet.ops.activation import log_sigmoid
 class LightnetConfig(GatedOutputConfig):
     """Options of `lightnet`."""
 
-    needs = {"lrpe": ("lrpe_shared_heads",)}
+    unread = GatedOutputConfig.unread | {("lrpe", False): ("lrpe_shared_heads",)}
 
     norm: NormKind = Field("rmsnorm", description="norm of the output, over the full width")
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model")

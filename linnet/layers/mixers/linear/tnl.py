@@ -35,6 +35,11 @@ from linnet.ops.scans import ORDERS
 class TnlConfig(GatedOutputConfig):
     """Options of `tnl`; the defaults are TNL3 (paper 000, A.1.2)."""
 
+    unread = GatedOutputConfig.unread | {
+        ("decay", "none"): ("slopes", "layer_factor"),
+        ("lrpe", "none"): ("lrpe_form", "lrpe_shared_heads"),
+    }
+
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model unless head_dim is set")
     head_dim: int = added(0, ge=0, description="width of a head; 0 is d_model / num_heads")
     qk_activation: Literal["silu", "elu", "elu1", "none"] = Field(

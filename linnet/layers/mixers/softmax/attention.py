@@ -57,7 +57,7 @@ QkNorm = Literal["rmsnorm", "zero_centred_rmsnorm"]
 class AttentionConfig(LayerConfig):
     """Options of `attention`."""
 
-    needs = {"rope": ("rope_scaling",)}
+    unread = {("rope", False): ("rope_base", "rope_scaling")}
 
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model unless head_dim is given")
     num_kv_heads: int = Field(0, ge=0, description="grouped-query attention; 0 means num_heads")

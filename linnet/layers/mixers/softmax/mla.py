@@ -28,7 +28,7 @@ from linnet.ops.attention.blocked import weigh
 class MlaConfig(LayerConfig):
     """Options of `mla`."""
 
-    needs = {"rope": ("rope_scaling",)}
+    unread = {("rope", False): ("rope_interleaved", "rope_base", "rope_scaling")}
 
     num_heads: int = Field(8, ge=1, description="heads")
     kv_rank: int = Field(512, ge=1, description="numbers of the latent of keys and values")
