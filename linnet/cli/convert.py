@@ -59,7 +59,7 @@ def convert(
     """
     from rich.console import Console
 
-    from linnet.config import ConfigError
+    from linnet.config import ConfigError, refuse
 
     if not path.is_dir():
         fix = "name one with config.yaml (a run) or config.json (a checkpoint)"
@@ -79,9 +79,15 @@ def convert(
     if shard_size is not None and target in ("linnet", "vit", "timm"):
         message = f"--shard-size {shard_size}: has no effect on --to {target}, which writes one file; leave it out"
         raise ConfigError([message], "convert")
-    if ours and mixer:
+    if ours:
         fix = f"leave it out: the config.yaml of {path} names the files of its mixers"
-        raise ConfigError([f"--mixer {mixer[0]}: has no effect on --to {target}; {fix}"], "convert")
+        unused = [f"--mixer {mixer[0]}: has no effect on --to {target}; {fix}"] if mixer else []
+        fix = "leave it out: weights of a run or model folder are safetensors"
+        unused += [f"--allow-pickle: has no effect on --to {target}; {fix}"] if allow_pickle else []
+    else:
+        fix = "leave it out: only the config.yaml of a run or model folder names Python files; give those with --mixer"
+        unused = [f"--allow-plugins: has no effect on {path}, a checkpoint; {fix}"] if allow_plugins else []
+    refuse(unused, "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
     writers = Offer("exports")
     if ours and target in ("vit", "timm") and target not in writers:

@@ -115,6 +115,8 @@ def test_what_cannot_be_done_is_said(convert, run, tmp_path):
         ((tmp_path / "nothing",), "config.yaml"),
         ((run, "--to", "linnet"), "--to linnet: "),
         ((other, "--shard-size", "1GB"), "--shard-size 1GB: has no effect on --to linnet"),
+        ((other, "--allow-plugins"), f"--allow-plugins: has no effect on {other}, a checkpoint; leave it out: only"),
+        ((run, "--allow-pickle"), "--allow-pickle: has no effect on --to hf"),
         ((run, "--out", run), "is not an empty folder"),
         ((other, "--to", "hf"), "to linnet first"),
         ((other,), "'gpt2' is not a layout that Linnet reads"),
