@@ -168,8 +168,6 @@ def _described(parameter: inspect.Parameter, text: Mapping[str, str]) -> inspect
     if "help" in text:
         info.help = text["help"] + ("." if "default" in text else "")
     info.metavar = text.get("metavar", info.metavar)
-    if kind in (bool, bool | None) and info.metavar is None:
-        info.metavar = ""  # a switch takes no value
     choices = list(_choices(kind))
     if info.metavar is None and len("|".join(choices)) > WIDEST:
         info.metavar = "NAME"

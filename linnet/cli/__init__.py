@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -69,8 +69,28 @@ def _plain_warnings(console: Console) -> Iterator[None]:
         yield
 
 
+def _hide_types_of_switches(command: Any) -> None:
+    """Leaves `<bool>` out of the help of switches, which take no value, for a command and all below it."""
+    every = command.get_params
+
+    def get_params(ctx: typer.Context) -> list:
+        parameters = every(ctx)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+    command.get_params = get_params
+    for other in getattr(command, "commands", {}).values():
+        _hide_types_of_switches(other)
+
+
 class _Group(typer.core.TyperGroup):
     """Turns errors that a user can fix into a message and an exit code; other errors keep their traceback."""
+
+    def __init__(self, **attributes):
+        super().__init__(**attributes)
+        _hide_types_of_switches(self)
 
     def invoke(self, ctx):
         console = Console(stderr=True, soft_wrap=True)

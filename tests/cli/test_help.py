@@ -52,15 +52,22 @@ def test_help_of_a_group_names_its_commands(group):
     assert not [name for name in names if name not in shown]
 
 
+def test_switches_take_no_value():
+    """Of all commands at once: also of groups, of --help and --version, and of those for completion."""
+    groups = {verb.partition(" ")[0] for verb in VERBS if " " in verb}
+    shown = {verb: CliRunner().invoke(app, [*verb.split(), "--help"]).output for verb in ("", *groups, *VERBS)}
+    assert all("--help" in text for text in shown.values())
+    assert not [verb for verb, text in shown.items() if "<bool>" in text]
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_is_whole_at_80_columns(verb, monkeypatch):
     """A word that is wider than its column would be cut, and a long list of choices folded within a choice."""
     monkeypatch.setenv("COLUMNS", "80")
     shown = CliRunner().invoke(app, [*verb.split(), "--help"]).output.replace("--no-allow-plu…", "")
     assert "…" not in shown.replace("no-allow-plugin…", "")  # the default of corpus score's pair of flags
-    assert "<bool>" not in shown.rpartition("--help ")[0]  # switches take no value
     context = typer.Context(COMMANDS[verb])
-    for parameter in VERBS[verb].values():
+    for parameter in COMMANDS[verb].get_params(context):
         if parameter.param_type_name == "option":
             assert parameter.display_type_rich(ctx=context) in shown, parameter.name
 
