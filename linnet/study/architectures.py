@@ -99,6 +99,11 @@ class Size(Config):
         shape, slash, inner = self.label.partition("/")
         return f"{shape}x{self.num_heads}{slash}{inner}" if self.num_heads else self.label
 
+    def label_among(self, sizes: Iterable["Size"]) -> str:
+        """Returns the label, with the heads if another one of the sizes differs in these alone."""
+        same = {size for size in sizes if size.label == self.label}
+        return self.label_with_heads if len(same) > 1 else self.label
+
 
 # With `json_schema_input_type`, the output of `linnet schema` accepts the short forms too.
 _OneSize = Annotated[Size, BeforeValidator(short_size, json_schema_input_type=Size | str | list[int])]
@@ -154,7 +159,7 @@ class LearningRate(ByWidth):
         if not self.table:
             return self.at(d_model)
         if size.recipe not in C2_SIZES:
-            what = f"learning_rate: table has no rate for size {size.label}"
+            what = f"learning_rate: table has no rate for size {size.label_with_heads}"
             fix = "it has those of c2-8m to c2-7b: use these sizes, or give a number"
             raise ValueError(f"{what}; {fix}")
         return C2_SIZES[size.recipe].learning_rate
@@ -277,7 +282,8 @@ def make_rungs(
     """
     rungs, wrong = [], []
     for architecture in architectures:
-        for size in architecture.sizes or sizes:
+        own = architecture.sizes or sizes or []
+        for size in own:
             try:
                 model = make_model(architecture, size, base)
                 if base.seq_len is not None:
@@ -287,7 +293,7 @@ def make_rungs(
                     model = model.model_copy(update={"init_std": init_std.at(rule_width(model))})
                 rungs.append((architecture, size, model))
             except ValueError as error:
-                wrong += [(architecture.name, size.label, line) for line in _lines(error)]
+                wrong += [(architecture.name, size.label_among(own), line) for line in _lines(error)]
     problems += _by_architecture(wrong)
     return rungs
 

@@ -308,9 +308,9 @@ class StudyConfig(Config):
         """Returns the name of a size in tables, with its heads where sizes of an architecture differ in these alone."""
         for architecture in self.architectures:
             added = [point.size for point in self.points if point.architecture == architecture.name]
-            sizes = {*(architecture.sizes or self.sizes or ()), *added}
-            if sum(other.label == size.label for other in sizes) > 1:
-                return size.label_with_heads
+            label = size.label_among([*(architecture.sizes or self.sizes or ()), *added])
+            if label != size.label:
+                return label
         return size.label
 
 

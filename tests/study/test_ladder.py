@@ -56,6 +56,10 @@ def test_sizes_that_differ_in_heads_have_labels_of_their_own():
     assert {run.size for run in plan_of(sizes=[[16, 1, 2]]).runs} == {"16x1"}
     added = [{"architecture": "tnl", "budget": 2e9, "size": [16, 1, 1]}]
     assert {run.size for run in plan_of(sizes=[[16, 1, 2]], points=added).runs} == {"16x1x1", "16x1x2"}
+    with pytest.raises(ConfigError) as refused:
+        plan_of(architectures=["tnl"], sizes=[[16, 1, 3], [16, 1, 5], [16, 1, 2], [17, 1, 4]])
+    places = {line.partition(": ")[0] for line in refused.value.problems}
+    assert places == {"architectures.tnl 16x1x3", "architectures.tnl 16x1x5", "architectures.tnl 17x1"}
 
 
 def test_only_a_ladder_of_sizes_is_told_that_it_has_too_few():
