@@ -1,5 +1,6 @@
 """Choice of the device, and what is known of it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from linnet import provenance
 from linnet.config import ConfigError
 from linnet.train import device, train
+from linnet.train.processes.launch import launch
 
 
 def test_choice(monkeypatch):
@@ -79,3 +81,26 @@ def test_a_run_records_the_threads_that_it_had_and_leaves_those_of_the_process(s
     finally:
         torch.set_num_threads(before)
     assert [run.result()["environment"]["threads"] for run in (chosen, given)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("variable", "environment", "expected"),
+    [
+        (None, {}, ("4", "4")),  # a share of the cores, of which small models take fewer
+        ("3", {}, ("3", None)),
+        (None, {"OMP_NUM_THREADS": "8"}, ("8", None)),
+    ],
+)
+def test_threads_of_the_processes_of_a_machine(monkeypatch, variable, environment, expected):
+    seen = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    names = "OMP_NUM_THREADS", provenance.SHARE
+    monkeypatch.setattr(
+        "torch.distributed.launcher.api.launch_agent", lambda *_: seen.append(tuple(map(os.environ.get, names)))
+    )
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    launch(["train"], 2, environment=environment)
+    assert seen == [expected] and os.environ.get("OMP_NUM_THREADS") == variable
