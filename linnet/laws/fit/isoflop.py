@@ -513,12 +513,12 @@ def _add_checks(fit: IsoflopFit, budgets: list[_Budget], window: str) -> None:
     fit.sensitivity = [_row(rule, None, _optima_in(budgets, rule)) for rule in WINDOWS[1:]]
     optima = [(group.C, group.N_opt, group.D_opt) for group in inside]
     fit.sensitivity.insert(0, _row(window, None, optima))
-    for optimum in optima if len(optima) > BUDGETS else ():
-        row = _row(window, optimum[0], [other for other in optima if other != optimum])
+    for group, optimum in zip(inside, optima, strict=True) if len(optima) > BUDGETS else ():
+        row = _row(window, group.at, [other for other in optima if other != optimum])
         fit.sensitivity.append(row)
         for name, law in zip(names, (fit.N_opt, fit.D_opt), strict=True):
             if law.exponent_interval and _outside(row[name], law.exponent_interval):
-                fit.notes.append(f"{name} is {row[name]:.3f} without {optimum[0]:.3g} FLOPs, outside its interval")
+                fit.notes.append(f"{name} is {row[name]:.3f} without {group.at:.3g} FLOPs, outside its interval")
 
 
 def _add_cubic(fit: IsoflopFit, budgets: list[_Budget]) -> None:

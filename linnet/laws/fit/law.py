@@ -227,7 +227,7 @@ def held_out_of(C: np.ndarray, loss: np.ndarray, hold_out: float | None, fit: Ca
         return result
     law = fit(C[seen], loss[seen]) if result.trained else Law("L", refused=["no points below it"])
     if law.refused:
-        result.refused.extend(f"below {c_max:.3g} FLOPs: {reason}" for reason in law.refused)
+        result.refused.extend(f"up to {c_max:.2g} FLOPs: {reason}" for reason in law.refused)
         return result
     return compare(result, C[~seen], loss[~seen], law.predict(C[~seen]))
 

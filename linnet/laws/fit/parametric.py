@@ -313,7 +313,7 @@ def _held_out(table: pd.DataFrame, hold_out: float | None, theta: np.ndarray, ob
     if not result.tested or c_max is None:
         result.refused.append("no rows have a larger C than the fitted ones")
     elif reason := _unfit(N[seen], D[seen]):
-        result.refused.append(f"below {c_max:.3g} FLOPs: {reason}")
+        result.refused.append(f"up to {c_max:.2g} FLOPs: {reason}")
     else:
         part, _, _ = _best(N[seen], D[seen], loss[seen], "coarse", theta, objective)
         compare(result, C[~seen], loss[~seen], predict(part, N[~seen], D[~seen]))

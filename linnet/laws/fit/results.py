@@ -143,6 +143,11 @@ class IsoflopGroup(Result):
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def at(self) -> float:
+        """FLOPs by which texts name the budget: the planned ones, as in the plan of a study, else C."""
+        return self.budget or self.C
+
 
 @dataclass
 class PowerFit(MethodFit):
@@ -161,7 +166,7 @@ class IsoflopFit(MethodFit):
         N_cubic: N_opt(C) by cubics with one coefficient for all budgets. Beyond the data, the intervals of N_opt and
             D_opt have it inside.
         sensitivity: how the exponents move: {"window", "without", "a", "b", "budgets"} for every window with all
-            budgets, and for the window of the fit without each budget. `without` is the C that is left out, or None.
+            budgets, and for the window of the fit without each budget. `without` is the budget left out, or None.
     """
 
     groups: list[IsoflopGroup] = field(default_factory=list)
@@ -411,7 +416,7 @@ class ArchitectureFit(Result):
             where: dict[str, list[str]] = {}
             for group in getattr(fit, "groups", ()):
                 for reason in group.refused:
-                    where.setdefault(reason, []).append(f"{group.C:.3g}")
+                    where.setdefault(reason, []).append(f"{group.at:.3g}")
             lines += [f"{name} at {', '.join(budgets)} FLOPs: {reason}" for reason, budgets in where.items()]
         return lines
 
@@ -427,10 +432,11 @@ class Crossing(Result):
 
     Attributes:
         first, second: names of the architectures.
-        C: FLOPs at the crossing of the headline laws, or None.
+        C: FLOPs at the crossing of the headline laws, or None; outside the data of both only with an interval.
         interval: 95 % interval of C, from independent bootstrap draws of both laws.
         form, other_form: form of the headline laws, and the form of `other_C`; None without another form.
         other_C: FLOPs at the crossing of the laws of the other form, or None.
+        other_inside: True if other_C is in the range of the data of both.
         lower_below, lower_above: name of the architecture with the lower loss below and above C; None if the slopes of
             the laws cannot be told apart (`linnet.laws.orders`).
         inside: True if C is in the range of the data of both.
@@ -444,6 +450,7 @@ class Crossing(Result):
     form: str = "pure"
     other_form: str | None = None
     other_C: float | None = None
+    other_inside: bool = False
     lower_below: str | None = None
     lower_above: str | None = None
     inside: bool = False
@@ -495,7 +502,7 @@ class StudyFit(Result, Mapping):
             for group in fit.isoflop.groups if fit.isoflop is not None else ():
                 for row in group.excluded:
                     far = f"{row['distance']:.0f} standard deviations from the parabola of the other runs"
-                    reason = f"isoflop at {group.C:.3g} FLOPs: {far}"
+                    reason = f"isoflop at {group.at:.3g} FLOPs: {far}"
                     rows.append({"run": row["run"], "architecture": name, "loss": row["loss"], "reason": reason})
         return rows
 

@@ -100,7 +100,7 @@ def targets_of(table: pd.DataFrame, groups: np.ndarray, isoflop: IsoflopFit, hol
     below = [point[0] for point in points if point[0] < at[held].min() and point[0] <= largest * (1 + 1e-9)]
     if len(below) < 2:
         number = count_of(len(below), "budget")
-        return Targets(budgets=len(points), refused=f"{number} up to {largest:.3g} FLOPs; a law needs two")
+        return Targets(budgets=len(points), refused=f"{number} up to {largest:.2g} FLOPs; a law needs two")
     # Rows of one budget scatter around its C, so the rows are cut between the budgets.
     cut = np.sqrt(max(below) * at[held].min())
     values = np.array([point[1] for point in pool])
@@ -125,7 +125,7 @@ def test(fit: MethodFit, form: str, targets: Targets) -> HeldOut:
         return result
     law, result.trained = _law_below(fit, form, targets)
     if law.refused:
-        result.refused.extend(f"up to {targets.c_max:.3g} FLOPs: {reason}" for reason in law.refused)
+        result.refused.extend(f"up to {targets.c_max:.2g} FLOPs: {reason}" for reason in law.refused)
         return result
     return compare(result, targets.C, targets.loss, law.predict(targets.C))
 

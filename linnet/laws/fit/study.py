@@ -116,9 +116,7 @@ def fit_study(
     study.columns = dict(attrs.get("columns", {}))
     study.dropped = sorted(attrs.get("excluded", []), key=lambda row: (row["architecture"], row["run"], row["reason"]))
     study.notes = unmatched
-    # The lower of two comes first, whatever the order of the rows.
-    lowest = table.groupby("architecture")["loss"].min()
-    names, ranking = sorted(fits, key=lambda name: (lowest[name], name)), orders(fits)
+    names, ranking = sorted(fits), orders(fits)  # by name: an order by the loss would be a ranking
     study.crossings = [
         crossing(fits[first], fits[second], ranking) for i, first in enumerate(names) for second in names[i + 1 :]
     ]
@@ -253,10 +251,11 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit, ranking: Mapping[s
     """Returns the compute at which the loss laws of two architectures meet, with an interval from bootstrap draws.
 
     Pure laws cross at C = (beta_1 / beta_2)^(1 / (alpha_2 - alpha_1)). Laws with a constant are solved numerically
-    within a thousand times the range of the data. A crossing outside the data of both is reported with `inside` False.
+    within a thousand times the range of the data.
 
     There is no interval if fewer than four budgets leave the form of the laws untested, or if the laws of the other
-    form cross outside the interval: the form then moves the crossing by more than the noise does.
+    form cross outside the interval: the form then moves the crossing by more than the noise does. A crossing outside
+    the data of both has a C only with an interval, and `inside` is False.
 
     Args:
         ranking: the orders of the study; default: those of the two. They decide which law is called the lower one.
@@ -273,11 +272,13 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit, ranking: Mapping[s
     low, high = min(left.c_min, right.c_min), max(left.c_max, right.c_max)
     reach = (low / 1e3, high * 1e3)
     (C,) = _meet(_numbers(left), _numbers(right), reach).tolist()
+    ends = max(left.c_min, right.c_min), min(left.c_max, right.c_max)
     others = [fit.other_L or fit.L for fit in (first, second)]
     if others[0] is not left or others[1] is not right:
         result.other_form = "constant" if result.form == "pure" else "pure"
         (other_C,) = _meet(*map(_numbers, others), reach).tolist()
         result.other_C = None if math.isnan(other_C) else other_C
+        result.other_inside = bool(ends[0] <= other_C <= ends[1])
     names = (first.architecture, second.architecture)
     if math.isnan(C):
         lower = ranking["L"].lower(*names)
@@ -287,9 +288,14 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit, ranking: Mapping[s
     result.C = C
     if ranking["gain"].lower(*names):
         result.lower_below, result.lower_above = names if left.predict(C / 2) < right.predict(C / 2) else names[::-1]
-    result.inside = bool(max(left.c_min, right.c_min) <= C <= min(left.c_max, right.c_max))
+    result.inside = bool(ends[0] <= C <= ends[1])
     if left.intervals and right.intervals:
         _add_interval(result, first, second, reach)
+    if not result.inside and result.interval is None:
+        data = f"the data of both, {ends[0]:.2g} to {ends[1]:.2g} FLOPs" if ends[0] <= ends[1] else "the data of both"
+        unknown = "" if result.refused else ", and they have no intervals"
+        result.refused.insert(0, f"the laws meet outside {data}{unknown}")
+        result.C = result.lower_below = result.lower_above = None
     return result
 
 
@@ -316,7 +322,8 @@ def _add_interval(result: Crossing, first: ArchitectureFit, second: Architecture
         return
     low, high = resampling.interval(crossings)
     if result.other_form and not (result.other_C is not None and low <= result.other_C <= high):
-        place = "do not cross" if result.other_C is None else f"cross at {result.other_C:.3g} FLOPs"
+        place = "do not cross" if result.other_C is None else "cross outside the data"
+        place = f"cross at {result.other_C:.3g} FLOPs" if result.other_inside else place
         what = "with a constant" if result.other_form == "constant" else "without a constant"
         result.refused.append(f"no interval: the laws {what} {place}, so the form decides more than the noise")
         return

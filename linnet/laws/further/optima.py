@@ -95,7 +95,7 @@ def _find(table: pd.DataFrame, options: Options, value) -> tuple[dict[str, list[
         part["run"] = [str(row) for row in range(len(part))]  # runs of several budgets may have one name
         groups, nominal = assign_budgets(part, options.budgets, options.tolerance)
         fitted = fit_groups(part, groups, nominal)
-        refused += [f"{name} at {group.C:.3g} FLOPs: {reason}" for group in fitted for reason in group.refused]
+        refused += [f"{name} at {group.at:.3g} FLOPs: {reason}" for group in fitted for reason in group.refused]
         optima[name] = _with_draws(name, part, [group for group in fitted if group.inside], options, random[name])
     return optima, refused
 
@@ -124,9 +124,7 @@ def _with_draws(name: str, part: pd.DataFrame, groups: list[IsoflopGroup], optio
         order = np.argsort(rows["N"].to_numpy(), kind="stable")
         shift = np.interp(log_N, np.log(rows["N"].to_numpy())[order], counted[order])
         C = float(np.exp(np.log(rows["spent"]).mean() + shift))
-        optima.append(
-            Optimum(name, group.budget or group.C, C, log_N, best, c2, rows, used, draws, (left_out, observed))
-        )
+        optima.append(Optimum(name, group.at, C, log_N, best, c2, rows, used, draws, (left_out, observed)))
     return optima
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from linnet.laws.fit import apply_convention, assign_budgets, fit_isoflop, isoflop, parabola
+from linnet.laws.fit import ArchitectureFit, apply_convention, assign_budgets, fit_isoflop, isoflop, parabola
 
 BUDGETS = np.geomspace(1e18, 1e22, 5)
 
@@ -62,6 +62,17 @@ def test_an_optimum_outside_the_sizes_is_refused(factor, words):
     # The other four budgets give the same law.
     assert found.N_opt.exponent == pytest.approx(0.5, abs=1e-6) and found.N_opt.points == 4
     assert [point["fitted"] for point in found.points] == [True] * 4 + [False]
+
+
+def test_budgets_have_the_names_that_the_plan_gives_them():
+    """Runs spend up to a step more or less than their budget, so C differs from it in the third digit."""
+    table = parabolic([1.0, 1.0, 1.0, 1.0, 10.0])
+    table["C"] *= 0.993
+    found = fit(table)
+    lines = ArchitectureFit("a", len(table), {"isoflop": found}, "isoflop").refused
+    assert any(line.startswith("isoflop at 1e+22 FLOPs:") for line in lines) and "9.93" not in " ".join(lines)
+    assert [row["without"] for row in found.sensitivity[-4:]] == pytest.approx(BUDGETS[:4], rel=1e-12)
+    assert fit(table.drop(columns="budget")).groups[0].at == pytest.approx(0.993e18), "C, where no budget is planned"
 
 
 def test_an_optimum_at_the_edge_is_refused():

@@ -115,13 +115,35 @@ def test_three_budgets_give_no_interval_of_a_crossing():
     assert found.C == pytest.approx(1e19, rel=1e-6) and found.interval is None and "3 budgets" in found.refused[0]
 
 
-def test_forms_that_disagree_give_both_crossings_and_no_interval():
+@pytest.mark.parametrize("place, word", [(1e17, "outside"), (1e22, "outside"), (1e19, "")])
+def test_a_crossing_outside_the_data_without_an_interval_has_no_number(place, word):
+    one, two = law(30, -0.05, points=2), law(30 * place**0.01, -0.06, points=2)
+    found = crossing(architecture("a", one), architecture("b", two))
+    assert found.interval is None and (found.C is None) == bool(word)
+    assert (word in found.refused[0]) if word else (found.C == pytest.approx(place, rel=1e-6))
+    assert found.C is not None or found.lower_above is None
+    # Four budgets give an interval, and the number stands with it.
+    one, two = law(30, -0.05), law(30 * place**0.01, -0.06)
+    found = crossing(architecture("a", one), architecture("b", two))
+    assert found.interval is not None and found.C == pytest.approx(place, rel=1e-6) and found.inside != bool(word)
+
+
+def test_a_crossing_of_the_other_form_outside_the_data_has_no_number():
+    laws = [(law(30, -0.05), law(1000, -0.15, 1.7)), (law(30 * 1e17**0.01, -0.06), law(900, -0.15, 1.75))]
+    fits = [architecture(name, *pair, form="constant") for name, pair in zip("ab", laws, strict=True)]
+    found = crossing(*fits)
+    assert found.other_C == pytest.approx(1e17, rel=1e-6) and not found.other_inside
+    assert "without a constant cross outside the data" in found.refused[-1] and "1e+17" not in found.refused[-1]
+
+
+def test_forms_that_disagree_give_no_interval_of_the_crossing():
     laws = [(law(30, -0.05), law(1000, -0.15, 1.7)), (law(30 * 1e19**0.01, -0.06), law(900, -0.15, 1.75))]
     fits = [architecture(name, *pair, form="constant") for name, pair in zip("ab", laws, strict=True)]
     found = crossing(*fits)
     assert (found.form, found.other_form) == ("constant", "pure")
-    assert found.other_C == pytest.approx(1e19, rel=1e-6) and found.C != pytest.approx(1e19, rel=0.1)
-    assert found.interval is None and "without a constant" in found.refused[0]
+    assert found.other_C == pytest.approx(1e19, rel=1e-6) and found.other_inside
+    assert found.C is None, "the laws with a constant meet at 1e22 FLOPs, outside the data"
+    assert found.interval is None and "without a constant cross at 1e+19" in found.refused[-1]
     alone = crossing(*(architecture(name, pair[0]) for name, pair in zip("ab", laws, strict=True)))
     assert alone.interval[0] < alone.C < alone.interval[1]
 

@@ -116,11 +116,11 @@ def test_pure_laws_cross_where_they_are_equal():
 
 
 def test_laws_with_constants_cross():
-    one, two = law(1000, -0.15, 1.7), law(900, -0.15, 1.75)
+    one, two = law(1000, -0.15, 1.7), law(900, -0.15, 1.8)
     found = crossing(fitted("a", one), fitted("b", two))
     assert float(one.predict(found.C)) == pytest.approx(float(two.predict(found.C)), rel=1e-9)
     assert found.lower_above is None and found.interval is None, "no draws tell their slopes apart"
-    one, two = law(1000, -0.15, 1.7, spread=0.001), law(900, -0.15, 1.75, spread=0.001)
+    one, two = law(1000, -0.15, 1.7, spread=0.001), law(900, -0.15, 1.8, spread=0.001)
     assert crossing(fitted("a", one), fitted("b", two)).lower_above == "a"
 
 
