@@ -97,7 +97,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Scores(Mapping):
-    """Mapping from architecture to `Score`, the highest score first.
+    """Mapping from architecture to `Score`, by name: an order by the scores would rank those that are not told apart.
 
     Attributes:
         metric: "accuracy", "macro_batch" or "loss". legacy: whether runs were selected on the test split.
@@ -211,8 +211,7 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
             scores[name] = _score(name, runs, tasks, metric)
         else:
             unscored[name] = f"none of its {len(runs)} runs trained to the end"
-    order = sorted(scores, key=lambda name: (_rank(metric, scores[name].score), name))
-    return Scores(metric, legacy, {name: scores[name] for name in order}, unscored)
+    return Scores(metric, legacy, dict(sorted(scores.items())), unscored)
 
 
 def _rank(metric: str, value: float) -> float:

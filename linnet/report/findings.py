@@ -121,8 +121,9 @@ def _lowest_loss(study: Study) -> str:
         return text
     loss = orders(study.fits)["L"]
     higher = set(loss.above(first["architecture"]))
-    apart = [row for _, row in others.iterrows() if row["architecture"] in higher]
-    level = sorted(set(others["architecture"]) - higher, key=study.architectures.index)
+    others = others.sort_values("architecture", key=lambda names: names.map(study.architectures.index))
+    apart = [row for _, row in others.iterrows() if row["architecture"] in higher]  # by the loss, it would be a ranking
+    level = [name for name in others["architecture"] if name not in higher]
     if apart:
         # Without budgets, the lowest losses belong to runs of other compute.
         losses = dict(zip(best["architecture"], best["loss"], strict=True)) if study.budgets else loss.values
@@ -138,7 +139,7 @@ def _lowest_loss(study: Study) -> str:
         low, high = (units.loss(value) for value in (best["loss"].min(), best["loss"].max()))
         tested = len(loss.tested) > 1
         why = "the intervals of all differences together hold 0" if tested else "there are no intervals"
-        names = sorted(best["architecture"], key=study.architectures.index)  # an order by the loss would be a ranking
+        names = sorted(best["architecture"], key=study.architectures.index)
         text = f"{where}, the losses of {_all(names)} cannot be told apart ({why}): "
         span = low if low == high else f"between {low} and {high}"
         text += f"the lowest that each has is {span} nats per token."
@@ -349,7 +350,7 @@ def _state(study: Study) -> str:
         return ""
     close = rows[rows["loss"] <= (1 + CLOSE) * rows["loss"].min()]
     least = close[close["state_bytes"] == close["state_bytes"].min()].sort_values("loss")
-    small, names = least.iloc[0], list(dict.fromkeys(least["architecture"]))
+    small, names = least.iloc[0], sorted(set(least["architecture"]), key=study.architectures.index)
     return (
         f"Among the runs within {units.percent(CLOSE, 1)} of the lowest loss, the smallest state is that of "
         f"{_all(names)}: {units.size(small['state_bytes'])} per sequence, at a loss of {units.loss(small['loss'])}"
@@ -373,7 +374,7 @@ def _speed(study: Study) -> str:
             errors[str(name)] = (float(deviation * np.sqrt((weight**2).sum())), len(part) - 1)
     ranking = order_of_means({str(name): math.log(speed) for name, speed in speeds.items()}, errors, QUANTITIES)
     if (slow, fast) not in ranking.apart:
-        ends = (units.scientific(speeds[name]) for name in (slow, fast))
+        ends = dict.fromkeys(units.scientific(speeds[name]) for name in (slow, fast))
         return f"The speeds of the architectures, {' to '.join(ends)} FLOP/s, cannot be told apart."
     return (
         f"For the same FLOPs, {_strong(slow)} took {units.significant(speeds[fast] / speeds[slow], 2)} times as long "

@@ -1,11 +1,13 @@
 """Numbers as people read them: 1.2×10¹² FLOPs, 12.3k parameters, 48 KiB, 3 min 20 s. table.csv keeps the exact ones."""
 
 import math
+import re
 from html import escape
 
 MISSING = "–"
 SPACE = "\N{NO-BREAK SPACE}"  # between a number and its unit
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_POWER = re.compile(r"(?<![\w.+-])\d+(?:\.\d+)?e[+-]\d+\b")
 _THOUSANDS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -33,6 +35,16 @@ def scientific(value: float, digits: int = 3) -> str:
         mantissa = mantissa.rstrip("0").rstrip(".")
     power = f"10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
     return power if mantissa == "1" else f"{mantissa.replace('-', '−')}×{power}"
+
+
+def powers(text: str) -> str:
+    """Returns a reason or a note with its numbers as the page writes them: at 2.5e+10 FLOPs -> at 2.5×10¹⁰ FLOPs."""
+    return _POWER.sub(lambda match: scientific(float(match[0]), 4), text)
+
+
+def p_value(p: float) -> str:
+    """Two digits, and none below 0.001, where resamples do not reach."""
+    return "<0.001" if p < 1e-3 else f"{p:.2g}"
 
 
 def flops(value: float) -> str:
@@ -84,17 +96,20 @@ def plural(number: int, noun: str) -> str:
 def ranked(order, what: str, shown, most: bool = True) -> str:
     """Returns a sentence, as HTML: which name has the highest value, and which differ from it.
 
+    The others stand in the order of `order.values`: one by their values would rank those that are not told apart.
+
     Args:
         order: a `linnet.laws.orders.Order`.
         what: what the values are.
         shown: name -> its value as text.
         most: whether the highest value is the best; otherwise the lowest.
     """
-    first, *others = sorted(order.values, key=lambda name: (order.values[name] * (-1 if most else 1), name))
+    first = min(order.values, key=lambda name: (order.values[name] * (-1 if most else 1), name))
+    others = [name for name in order.values if name != first]
     level = [name for name in others if order.lower(first, name) is None]
     names = {name: f"<b>{escape(name)}</b>" for name in order.values}
     if level and len(level) == len(others):
-        same = listed([f"{names[name]} ({shown(name)})" for name in (first, *others)])
+        same = listed([f"{names[name]} ({shown(name)})" for name in order.values])
         return f"{same} cannot be told apart by their {what}."
     if not others:
         return f"{names[first]} has {what} <b>{shown(first)}</b>."

@@ -81,3 +81,9 @@ def test_words(made):
     assert "mad-mamba mamba mamba 70.0 2.6" in words
     source = re.sub(r"<script.*?</script>", "", made[0].read_text(encoding="utf-8"), flags=re.S)
     assert not re.search(r'(src|href)="(https?:)?//', source)
+
+
+def test_architectures_stand_by_name_because_an_order_by_the_loss_would_be_a_ranking(made):
+    table = re.search(r'<table id="points".*?</table>', made[0].read_text(encoding="utf-8"), re.S)[0]
+    rows = re.findall(r"<tr><td>(mad-[\w-]+)</td>", table)
+    assert rows == sorted(rows) and len(rows) == 3

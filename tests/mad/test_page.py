@@ -126,7 +126,7 @@ def test_attention_alone_has_no_fixed_state(full):
     names = [panel["layer"][-1]["data"]["name"] for panel in panels]
     left, right = ({row["architecture"] for row in spec["datasets"][name]} for name in names)
     assert right - left == {"mad-attention-swiglu"}
-    assert re.search("left: mad-attention-swiglu", read(full[1])[0])
+    assert re.search("not in the first panel: mad-attention-swiglu", read(full[1])[0])
 
 
 def test_where_all_do_as_well_nobody_leads(tmp_path, write):
@@ -213,7 +213,7 @@ def test_scores_over_different_settings_are_not_ranked(tmp_path, write):
         ("mad-mamba", 0.5, ["memorization"]), ("mad-gla-swiglu", 0.7, ["memorization", "compression"])))  # fmt: skip
     both = [row | ({"accuracy": 0.01} if row["task"] == "compression" else {}) for row in both]
     scores = score(read_results(write_rows(tmp_path / "part", easy + both)))
-    assert next(iter(scores)) == "mad-mamba", "the mean over its one task"
+    assert max(scores, key=lambda name: scores[name].score) == "mad-mamba", "the mean over its one task"
     words, _ = write(tmp_path / "part")
     high = 100 * scores["mad-gla-swiglu"].tasks["memorization"].score
     assert "ranked" in words and "highest score" not in words

@@ -126,7 +126,7 @@ def of_two(first: float, second: float, chance: float | None, questions: float =
         (of_two(0.9, 0.88, 0.25), "<b>tnl</b> with 90.0% and <b>llama</b> with 88.0% cannot be told apart, where"),
         (of_two(0.9, 0.5, 0.25, math.nan), "<b>tnl</b> with 90.0% and <b>llama</b> with 50.0% cannot be told apart"),
         (of_two(1.0, 0.75, 0.25, 12), "cannot be told apart"),
-        (of_two(3.0, 2.0, None), "<b>llama</b> with 2.000 and <b>tnl</b> with 3.000 cannot be told apart."),
+        (of_two(3.0, 2.0, None), "<b>tnl</b> with 3.000 and <b>llama</b> with 2.000 cannot be told apart."),
         (of_two(3.0, 2.0, None, noise=0.1), "the best is <b>llama</b> with 2.000, after 10¹² FLOPs."),
         (of_two(3.0, 2.0, None, noise=0.1, fitted=4), "cannot be told apart"),
         (of_two(3.0, 2.0, None, noise=0.1, fitted=2), "cannot be told apart"),

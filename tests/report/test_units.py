@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from linnet.laws.orders import Order
 from linnet.report import units
 
 
@@ -56,6 +57,29 @@ def test_significant(value, text):
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_unknown_is_a_dash(shown, value):
     assert shown(value) == units.MISSING
+
+
+@pytest.mark.parametrize("names", ["badc", "dcba"])
+def test_names_that_are_not_told_apart_stand_in_their_own_order(names):
+    known = {"a": 0.3, "b": 0.7, "c": 0.4, "d": 0.65}
+    values = {name: known[name] for name in names}
+
+    def sentence(*apart):
+        text = units.ranked(Order(values, apart=frozenset(apart)), "score", lambda name: f"{values[name]}")
+        return text.replace("<b>", "").replace("</b>", "")
+
+    shown = [f"{name} ({values[name]})" for name in names]
+    assert sentence() == f"{units.listed(shown)} cannot be told apart by their score."
+    one, two, three = (name for name in names if name != "b")
+    assert f"that of {one} and {two} is lower, that of {three} cannot" in sentence((one, "b"), (two, "b"))
+    assert f"that of {one} is lower, that of {two} and {three} cannot" in sentence((one, "b"))
+
+
+def test_numbers_in_reasons_are_written_as_on_the_page():
+    assert (
+        units.powers("a-1e+10 at 2.5e+10 FLOPs, p = 1.1e-07, x1e+3") == "a-1e+10 at 2.5×10¹⁰ FLOPs, p = 1.1×10⁻⁷, x1e+3"
+    )
+    assert [units.p_value(p) for p in (0.26, 0.0011, 2e-51)] == ["0.26", "0.0011", "<0.001"]
 
 
 def test_words():

@@ -158,7 +158,7 @@ def _print(correlations) -> None:
     columns = [f"#{title.replace('MAD', 'mad').lower()}" for title in titles(correlations.metric)]
     fold = "~" if len(columns) > 2 else ""  # perplexities need the width
     points = make_table(f"{fold}architecture", "family", *columns, "#95 %", no_wrap=True, style=style)
-    for point in sorted(correlations.points, key=lambda point: point.loss):
+    for point in sorted(correlations.points, key=lambda point: point.architecture):
         named = point.architecture
         named += f" = {point.study_name}" if point.study_name != point.architecture else ""
         span = " to ".join(units.loss(end) for end in point.loss_interval) if point.loss_interval else units.MISSING

@@ -410,7 +410,8 @@ def _highest(records: Records) -> str:
     if any(score.settings.keys() != first.settings.keys() for score in order):
         return "The architectures do not have the same settings, so their scores cannot be ranked."
     text = units.ranked(records.scores.order(), "score", lambda name: _share(records.scores[name]))
-    return text + ("" if first.spread is not None else " One seed gives no interval of a difference.")
+    known = any(score.spread is not None for score in order)
+    return text + ("" if known else " One seed gives no interval of a difference.")
 
 
 def _leaders(records: Records) -> str:

@@ -259,7 +259,7 @@ def _tables(correlations: Correlations, families: Families) -> list[str]:
     )
     parts = ["<h2>Correlations</h2>", f'<p class="caption">{caption}</p>', table]
     rows = []
-    for point in sorted(correlations.points, key=lambda point: point.loss):
+    for point in sorted(correlations.points, key=lambda point: point.architecture):
         swatch = shell.swatch(families.architectures, point.family)
         span = " to ".join(map(units.loss, point.loss_interval)) if point.loss_interval else units.MISSING
         names = (escape(point.architecture), escape(point.study_name), swatch)

@@ -32,7 +32,7 @@ class Records:
     """What a MAD report is drawn from.
 
     Attributes:
-        architectures: those of `Scores.whole` first; of both kinds the highest score first.
+        architectures: those of `Scores.whole` first; of both kinds by name.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ def shown_score(value: float, metric: str) -> str:
 
 
 def heatmap(records: Records) -> Figure:
-    """Architectures by tasks (004, Figure 3.7), the best score on top."""
+    """Architectures by tasks (004, Figure 3.7)."""
     canvas = Canvas(records)
     alt = canvas.alt
     rows, totals, metric = [], [], records.scores.metric
@@ -207,7 +207,7 @@ def sizes(records: Records) -> Figure | None:
         caption += " Hollow points are scores that are not comparable with the others."
     without = [row["architecture"] for row in rows if not row["state"]]
     if without and len(without) < len(rows):
-        caption += f" Without a fixed state, so not on the left: {units.listed(without)}."
+        caption += f" Without a fixed state, so not in the first panel: {units.listed(without)}."
     drawn = canvas.joined("hconcat", panels, 20)
     return canvas.figure("score-against-size", "Score against state and parameters", caption, drawn)
 

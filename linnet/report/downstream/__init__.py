@@ -242,12 +242,17 @@ def finding(series: list[Series]) -> list[str]:
             sentences.append(f"{escape(score.title)}: {text}, of {escape(best['architecture'])}.")
         else:
             equal = _order(score, [best, *others]).level(best["architecture"])
+            # In the order of the study: one by the values would rank those that are not told apart.
+            place = {name: number for number, name in enumerate(score.fits)}
             level = [run for run in others if run["architecture"] in equal]
+            level.sort(key=lambda run: place[run["architecture"]])
             names = [f"<b>{escape(run['architecture'])}</b> with {score.shown(run['value'])}" for run in (best, *level)]
             guess = f", where guessing gives {guessing}" if score.chance else ""
             best_of = f"the best{' seen' if level else ''} is " if len(last) > 1 else ""  # one run is best of nothing
             text = f"{best_of}{names[0]}{guess}, after {units.flops(best['C'])}"
             if level and len(level) == len(others):
+                first = sum(place[run["architecture"]] < place[best["architecture"]] for run in level)
+                names = [*names[1 : 1 + first], names[0], *names[1 + first :]]
                 text = f"{units.listed(names)} cannot be told apart{guess}"
             elif level:
                 text += f"; {units.listed(names[1:])} cannot be told apart from it"
