@@ -191,7 +191,7 @@ def _table(result: dict[str, Any]) -> str:
         mark = ' class="base"' if name == base else ""
         stand_in = result.get("stand_ins", {}).get(name)
         title = f'{escape(stand_in)}<br><span class="fine">for {escape(name)}</span>' if stand_in else escape(name)
-        rows.append(f"<tr{mark}><th>{title}</th>{''.join(cells)}</tr>")
+        rows.append(f'<tr{mark}><th scope="row">{title}</th>{"".join(cells)}</tr>')
     head = f"{''.join(first)}</tr><tr>{''.join(second)}"
     drawn = any("difference" in names for names in spans.values())
     legend = f"Differences from {base}: ○ printed (or corrected), ● measured with its 95 % interval." if drawn else ""

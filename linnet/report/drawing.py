@@ -107,7 +107,7 @@ class Canvas:
 
     def figure(self, name: str, title: str, caption: str, drawn) -> Figure:
         """Adds the parameter that brings one architecture forward, and the rows."""
-        spec = {"$schema": self.alt.SCHEMA_URL} | self._spec(drawn)
+        spec = {"$schema": self.alt.SCHEMA_URL, "description": f"{title}. {caption}"} | self._spec(drawn)
         # Put in behind Altair, which would copy all panels for it.
         spec["params"] = [{"name": "focus", "value": ""}, *spec.get("params", [])]
         return Figure(name, title, caption, spec | {"datasets": self._datasets})

@@ -59,7 +59,7 @@ def isoflop_curves(study: Study) -> Figure | None:
     canvas = Canvas(study)
     alt = canvas.alt
     groups = [group for fit in fits.values() for group in fit.groups]
-    budgets = sorted({_budget(group) for group in groups})
+    budgets = sorted({group.at for group in groups})
     hue = drawing.by_label(alt, "budget", map(units.scientific, budgets), "budget C (FLOPs)")
     domain_x = style.padded([n for group in groups for n in group.N], True)
     domain_y = style.padded([value for group in groups for value in group.loss], False)
@@ -68,7 +68,7 @@ def isoflop_curves(study: Study) -> Figure | None:
     for name, fit in fits.items():
         runs, parabolas, best = [], [], []
         for group in fit.groups:
-            common = {"architecture": name, "budget": units.scientific(_budget(group))}
+            common = {"architecture": name, "budget": units.scientific(group.at)}
             for run, n, value in zip(group.run, group.N, group.loss, strict=True):
                 known = run_row(rows_of[run]) if run in rows_of else {"run": run}
                 runs.append({**known, **common, "size": n, "value": value})
@@ -95,8 +95,8 @@ def isoflop_curves(study: Study) -> Figure | None:
     caption = (
         "Each curve is one compute budget spent on models of different sizes: small ones see many tokens, large ones "
         "few. Dots are runs, lines are parabolas in log N, and a diamond is the optimum of its budget. A cross marks "
-        "the lowest loss seen where the optimum was refused, at the edge of the sizes for instance; hover over it for "
-        "the reason."
+        "the lowest loss seen where the optimum was refused, at the edge of the sizes for instance; the page has the "
+        "reasons under the laws."
     )
     drawn = canvas.grid(panels, columns)
     return canvas.figure("isoflop-curves", "Loss against size at fixed compute", caption, drawn)
@@ -129,9 +129,9 @@ def optima(study: Study) -> Figure | None:
     if not panels:
         return None
     caption = (
-        "How a compute-optimal run divides its compute: model size (left) and training tokens (right) of the lowest "
-        "loss, against the budget. Bands and bars are 95 % bootstrap intervals, dashes lie beyond the data. Hollow "
-        "points are lowest losses at the edge of the sizes and do not count. "
+        "How a compute-optimal run divides its compute: model size (first panel) and training tokens (second panel) "
+        "of the lowest loss, against the budget. Bands and bars are 95 % bootstrap intervals, dashes lie beyond the "
+        "data. Hollow points are lowest losses at the edge of the sizes and do not count. "
     )
     caption += (
         "The laws follow from the surface L(N, D) fitted to all runs, the points from a parabola in each budget."
@@ -140,11 +140,6 @@ def optima(study: Study) -> Figure | None:
     )
     drawn = canvas.joined("hconcat", panels, 36)
     return canvas.figure("optimal-size-and-tokens", "Optimal size and tokens against compute", caption, drawn)
-
-
-def _budget(group) -> float:
-    """What a budget is called: the FLOPs that were planned, where they are known."""
-    return group.budget or group.C
 
 
 def _optimum(name: str, point: dict, value: float, words: str) -> dict:
@@ -186,7 +181,7 @@ def _isoflop_optimum(group) -> list[dict]:
             "inside": group.inside,
             "optimum N": words if group.inside else "refused",
             "optimum loss": units.loss(value) + ("" if group.inside else " (lowest seen)"),
-            "refused because": "; ".join(group.refused),
+            "refused because": units.powers("; ".join(group.refused)),
             "run": group.run_lowest,
         }
     ]

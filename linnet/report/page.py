@@ -106,7 +106,7 @@ def _page(
     first = [figure for figure in figures[0] if figure.name == "loss-against-compute"]
     parts = [
         f'<p class="lead">{summary(study)}</p>',
-        *(f'<p class="notice">{escape(problem)}.</p>' for problem in study.problems),
+        *(f'<p class="notice">{escape(units.powers(problem))}.</p>' for problem in study.problems),
         *(shell.section(figure, command) for figure in first),
         f"<h2>{CONCLUSIONS}</h2>",
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in headlines)}</ul>',
@@ -152,7 +152,8 @@ def _sensitivity(study: Study) -> list[str]:
         return [heading, f"<p>{said}</p>"] if study.planned and len(study.architectures) > 1 else []
     caption = (
         "Held-out loss in nats per token of one run of each architecture, of the median size at the median budget, at "
-        "half, one and two times its learning rate. The sensitivity is the largest difference between two of them. "
+        "half, one and two times its learning rate. A size is its width x layers, and / its inner width if that is not "
+        "the usual one. The sensitivity is the largest difference between two of the three losses. "
         "These runs take no part in the fits."
     )
     sensitivities = study.sensitivities
@@ -174,18 +175,21 @@ def _laws(study: Study) -> list[str]:
     if not study.fits or study.fit.compares:
         return []
     method, command = study.fit.headline, shell.typed("linnet", "fit", study.folder, json=True)
+    other = any(fit.other_L is not None for fit in study.fits.values())
+    forms = ", and for the loss the other form, with both values at ten times the largest compute" if other else ""
     sizes = f"{escape(study.fit.apart)}. ".replace("_opt", "<sub>opt</sub>") if study.fit.apart else ""
     caption = (
         f"Power laws as in paper 000's Table 3, C in FLOPs, by the {_METHODS[method]}, {_chosen(study.fit)}. {sizes}"
-        "Under each law stand the 95 % bootstrap intervals of its exponent and coefficient, its value at the largest "
-        "compute, and for the loss the other form, with both values at ten times the largest compute. Exponent and "
-        "coefficient move together, so compare values rather than coefficients. The held-out error is that of the law "
+        "Under each law stand the 95 % bootstrap intervals of its exponent and coefficient, and its value at the "
+        f"largest compute{forms}. Exponent and coefficient move together, so compare values rather than coefficients. "
+        "The held-out error is that of the law "
         f"fitted to the smaller budgets, at the largest. <code>{escape(command)}</code> prints everything in full."
     )
     parts = ["<h2>The laws</h2>", f'<p class="caption">{caption}</p>', tables.law_table(study)]
     for title, words, table in (
         ("How the headline was chosen", _CANDIDATES, tables.candidate_table(study)),
         ("The other methods", _OTHERS, tables.method_table(study)),
+        ("Which optima are refused", _OPTIMA, tables.refused_table(study)),
         ("Where the laws of loss meet", _CROSSINGS, tables.crossing_table(study)),
         ("How the exponents move with the runs", _SENSITIVITY, tables.sensitivity_table(study)),
     ):
@@ -208,12 +212,18 @@ def _chosen(fit: StudyFit) -> str:
 _CANDIDATES = (
     "Each method, with each form of L(C), is fitted to the smaller budgets and predicts the best loss of the largest. "
     "All predict the same losses: the minima of the parabolas of these budgets, or the lowest losses seen if there are "
-    "fewer than three parabolas. The lowest error is the headline of all architectures."
+    "fewer than three parabolas. The one with the lowest error is the headline of all "
+    "architectures."
 )
 _OTHERS = "The same exponents by the other methods, with 95 % intervals."
 _CROSSINGS = (
-    "There is no interval if it would not be honest: if too few budgets leave the form of the laws untested, or if the "
-    "laws of the other form meet outside it."
+    "A compute outside the data of both is given only with its interval. There is no interval if too few budgets leave "
+    "the form of the laws untested, if some resamples of the laws do not meet or disagree about which is lower above, "
+    "or if the laws of the other form meet outside it."
+)
+_OPTIMA = (
+    "The lowest run of such a budget is a cross in the figure of loss against size, and takes no part in "
+    "N<sub>opt</sub> and D<sub>opt</sub>."
 )
 _SENSITIVITY = (
     "The exponents of the IsoFLOP method with other windows of sizes, and without each budget. A value outside the "

@@ -139,18 +139,23 @@ def key(architectures: Sequence[str]) -> str:
         f'<button type="button" aria-pressed="false" data-name="{escape(name)}">{swatch(architectures, name)}</button>'
         for name in architectures
     )
-    return f'<div class="key"><span>Bring forward</span>{buttons}</div>'
+    label = "Bring one architecture forward in all figures"
+    return f'<div class="key" role="group" aria-label="{label}"><span>Bring forward</span>{buttons}</div>'
 
 
 def section(figure: Figure, command: str) -> str:
     """A figure with its caption, its files, and the command that redraws it."""
+    png, svg = (
+        f'<a href="{figure.name}.{form}" aria-label="{form.upper()} of {escape(figure.title)}">{form.upper()}</a>'
+        for form in ("png", "svg")
+    )
     return (
         f"<section><h2>{escape(figure.title)}</h2>"
         f'<p class="caption">{escape(figure.caption)}</p>'
         f'<div class="figure" id="{figure.name}"></div>'
         f'<noscript><img src="{figure.name}.svg" alt="{escape(figure.title)}" width="1080"></noscript>'
         f'<script type="application/json" id="spec-{figure.name}">{_json(figure.spec)}</script>'
-        f'<p class="files"><a href="{figure.name}.png">PNG</a> · <a href="{figure.name}.svg">SVG</a> · '
+        f'<p class="files">{png} · {svg} · '
         f"redrawn by <code>{escape(command)}</code></p></section>"
     )
 
@@ -185,7 +190,7 @@ def pairs(values: dict[str, str]) -> str:
 
 def refused(reasons: Iterable[str]) -> str:
     """Returns the content of a cell whose number is refused."""
-    return f'<span class="refused">refused</span><div class="why">{escape("; ".join(reasons))}</div>'
+    return f'<span class="refused">refused</span><div class="why">{escape(units.powers("; ".join(reasons)))}</div>'
 
 
 class Cell(NamedTuple):
@@ -231,14 +236,16 @@ def table(name: str, columns: Iterable, rows: Iterable, kind: str = "", ids: Seq
 
 def _head(cell: Cell, kind: str) -> str:
     title = str(cell.text)[1:] if kind else cell.text
-    return f'<th class="n">{title}</th>' if kind == "n" else f"<th{cell.attributes}>{title}</th>"
+    return (
+        f'<th scope="col" class="n">{title}</th>' if kind == "n" else f'<th scope="col"{cell.attributes}>{title}</th>'
+    )
 
 
 def _cell(cell: object, kind: str) -> str:
     text, attributes, cell_kind = cell if isinstance(cell, Cell) else (cell, "", None)
     kind = kind if cell_kind is None else cell_kind
     if kind == "th":
-        return f"<th>{text}</th>"
+        return f'<th scope="row">{text}</th>'
     return f'<td class="{kind}"{attributes}>{text}</td>' if kind else f"<td{attributes}>{text}</td>"
 
 

@@ -18,21 +18,25 @@ from linnet.study.sensitivity import FACTORS, shown_loss, shown_value, words
 
 def law_table(study: Study) -> str:
     """L(C), N_opt(C) and D_opt(C) of each architecture as in paper 000's Table 3, with what that table leaves out."""
+    constant = "E + " if any(fit.L.constant is not None for fit in study.fits.values()) else ""
     columns = (
-        "*Architecture", "L(C) = β C<sup>α</sup>, nats per token", "N<sub>opt</sub>(C) = k C<sup>a</sup>, parameters",
-        "D<sub>opt</sub>(C) = k C<sup>b</sup>, tokens", "#a + b", "#Held-out error",
+        "*Architecture", f"L(C) = {constant}β C<sup>α</sup>, nats per token",
+        "N<sub>opt</sub>(C) = k C<sup>a</sup>, parameters", "D<sub>opt</sub>(C) = k C<sup>b</sup>, tokens",
+        "#a + b", "#Held-out error",
     )  # fmt: skip
     rows = []
     without = {"; ".join(fit.L_irreducible.refused) for fit in study.fits.values() if not fit.L.refused}
     common = without.pop() if len(without) == 1 else ""  # then it is said once, below the table
     for name, fit in study.fits.items():
         edge = "" if fit.L.refused or through_optima(fit) else '<div class="fine">through the lowest losses seen</div>'
-        constant = "" if common or fit.L.refused else _other_form(fit)
-        loss = f"{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{constant}"
+        other = "" if common or fit.L.refused else _other_form(fit)
+        loss = f"{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{other}"
         sizes = (_law(fit.N_opt, "k", "a", "N", units.count), _law(fit.D_opt, "k", "b", "D", units.count))
         numbers = (units.significant(fit.sizes.a_plus_b), _held_out(fit.held_out))
         rows.append((shell.swatch(study.architectures, name), loss, *sizes, *numbers))
-    note = f'<p class="fine below">The same with an irreducible constant is refused: {escape(common)}.</p>'
+    note = (
+        f'<p class="fine below">The same with an irreducible constant is refused: {escape(units.powers(common))}.</p>'
+    )
     return shell.table("laws", columns, rows) + (note if common else "")
 
 
@@ -68,6 +72,17 @@ def method_table(study: Study) -> str:
     return shell.table("methods", ("*Architecture", "Method", *exponents, "#Held-out error"), rows)
 
 
+def refused_table(study: Study) -> str:
+    """The budgets of which the parabola has no optimum that counts, with reasons."""
+    rows = []
+    for name, fit in study.fits.items():
+        for group in fit.isoflop.groups if fit.isoflop is not None else ():
+            if not group.inside:
+                reason = escape(units.powers("; ".join(group.refused)))
+                rows.append((shell.swatch(study.architectures, name), units.flops(group.at), len(group.N), reason))
+    return shell.table("refused-optima", ("*Architecture", "#Budget", "#Runs", "?Reason"), rows)
+
+
 def _exponent(law: Law) -> str:
     if law.refused:
         return '<span class="refused">refused</span>'
@@ -80,15 +95,17 @@ def crossing_table(study: Study) -> str:
     """Where the laws of loss of each pair of architectures meet."""
     rows = []
     for crossing in study.crossings:
-        names = " and ".join(shell.swatch(study.architectures, name) for name in (crossing.first, crossing.second))
+        pair = sorted((crossing.first, crossing.second), key=study.architectures.index)
+        names = " and ".join(shell.swatch(study.architectures, name) for name in pair)
         at = units.MISSING if crossing.C is None else units.scientific(crossing.C)
         at += "" if crossing.C is None or crossing.inside else ", outside the data"
         span = " to ".join(units.scientific(end) for end in crossing.interval) if crossing.interval else units.MISSING
         other = ""
         if crossing.other_form is not None and crossing.C is not None:
-            place = "they do not meet" if crossing.other_C is None else units.scientific(crossing.other_C)
+            place = "they do not meet" if crossing.other_C is None else "outside the data,"
+            place = units.scientific(crossing.other_C) if crossing.other_inside else place
             other = f"{place} {FORMS[crossing.other_form]}"
-        rows.append((names, at, span, other, escape("; ".join(crossing.refused))))
+        rows.append((names, at, span, other, escape(units.powers("; ".join(crossing.refused)))))
     columns = ("*Laws of", "Meet at C (FLOPs)", "95 %", "In the other form", "?Why there is no crossing or no interval")
     return shell.table("crossings", columns, rows)
 
@@ -103,7 +120,7 @@ def difference_table(study: Study) -> str:
         names = map(escape, (difference.architecture, difference.base, difference.size))
         mark = words(sensitivities, difference.architecture, difference.base, abs(difference.bits), math.log(2))
         verdict = "; ".join(filter(None, (difference.verdict, mark)))
-        p = units.MISSING if difference.p is None else f"{difference.p:.2g}"
+        p = units.MISSING if difference.p is None else escape(units.p_value(difference.p))
         numbers = (units.count(difference.target), difference.seeds, f"{difference.bits:+.4f}", interval, p)
         rows.append((*names, *numbers, *([printed] if papers else []), escape(verdict)))
     numbers = (
@@ -157,7 +174,7 @@ def excluded_table(study: Study) -> str:
     rows = []
     for row in study.fit.excluded if study.fit is not None else ():
         name = shell.swatch(study.architectures, row["architecture"])
-        rows.append((escape(row["run"]), name, units.loss(row["loss"]), escape(row["reason"])))
+        rows.append((escape(row["run"]), name, units.loss(row["loss"]), escape(units.powers(row["reason"]))))
     return shell.table("excluded", ("Run", "Architecture", "#Loss", "?Reason"), rows)
 
 
@@ -168,7 +185,7 @@ def convention_table(study: Study) -> str:
         for index, convention in enumerate(fit.conventions):
             count = "without embeddings" if convention.count == "non-embedding" else "with embeddings"
             numbers = [units.significant(value) for value in (convention.alpha, convention.a, convention.b)]
-            reason = escape("; ".join(convention.refused))
+            reason = escape(units.powers("; ".join(convention.refused)))
             any_refused = any_refused or bool(reason)
             first = shell.swatch(study.architectures, name) if index == 0 else ""
             rows.append((first, count, FLOPS[convention.flops], *numbers, reason))
@@ -267,7 +284,8 @@ def _other_form(fit: ArchitectureFit) -> str:
         values = f"at {units.scientific(at, 2)}: {both}"
         return f'<div class="fine">or {_formula(fit.other_L)}</div><div class="fine">{values}</div>'
     if fit.L_irreducible.refused:
-        return f'<div class="why">with a constant: refused, {escape("; ".join(fit.L_irreducible.refused))}</div>'
+        reasons = escape(units.powers("; ".join(fit.L_irreducible.refused)))
+        return f'<div class="why">with a constant: refused, {reasons}</div>'
     return ""
 
 
@@ -288,7 +306,7 @@ def _held_out(test) -> str:
     if test is None:
         return units.MISSING
     if test.refused:
-        return f'<div class="why">{escape("; ".join(test.refused))}</div>'
+        return f'<div class="why">{escape(units.powers("; ".join(test.refused)))}</div>'
     fine = (
         f"at most {units.percent(test.max_error)}, {units.plural(test.tested, 'point')}",
         f"above {units.scientific(test.c_max, 2)} FLOPs",

@@ -40,7 +40,7 @@ const timer = setInterval(async () => {
   document.querySelector('.key button[data-name="tnl"]').click(); await pause();
   seen.after = strong().length;
   const header = [...document.querySelectorAll("#runs thead th")].find((th) => th.textContent.startsWith("Loss"));
-  header.click();
+  header.querySelector("button").click();
   const column = header.cellIndex;
   seen.losses = [...document.querySelectorAll("#runs tbody tr")].map((row) => row.cells[column].dataset.v);
   const report = document.createElement("pre");
@@ -52,20 +52,58 @@ const timer = setInterval(async () => {
 """
 
 
+# What is wider than its place, and whether a reader sees it and the keyboard reaches it.
+TELEPHONE = "main { max-width: 400px; margin: 0; }"
+WIDTHS = """
+<script>
+const timer = setInterval(() => {
+  if (document.body.dataset.drawn === undefined) return;
+  clearInterval(timer);
+  document.querySelectorAll("details").forEach((part) => (part.open = true));
+  setTimeout(() => {
+    const boxes = [...document.querySelectorAll(".figure, .scroll, .tall")].map((box) => ({
+      name: box.id || box.querySelector("table")?.id,
+      figure: box.className.includes("figure"),
+      over: getComputedStyle(box).overflowX === "visible" ? 0 : box.scrollWidth - box.clientWidth,
+      sign: getComputedStyle(box, "::before").content,
+      tab: box.tabIndex,
+      label: box.querySelector('[role="graphics-document"]')?.getAttribute("aria-label"),
+    }));
+    const main = document.querySelector("main");
+    const report = document.createElement("pre");
+    report.id = "probe";
+    report.textContent = JSON.stringify({ boxes, over: main.scrollWidth - main.clientWidth });
+    document.body.append(report);
+  }, 500);
+}, 50);
+</script>
+"""
+
+
 @pytest.fixture(scope="module")
 def browsed(ladder, tmp_path_factory):
     """What the probe saw, and what the browser logged."""
+    return browse(ladder[1], PROBE, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def narrow(ladder, tmp_path_factory):
+    """The widths of a page as narrow as a telephone."""
+    return browse(ladder[1], WIDTHS, tmp_path_factory, TELEPHONE)[0]
+
+
+def browse(drawn, probe, tmp_path_factory, style=""):
     if CHROMIUM is None:
         pytest.skip("no chromium here: install it to see the report drawn (apt-get install chromium)")
     folder = tmp_path_factory.mktemp("browser")
     page = folder / "index.html"
-    body, _, end = ladder[1].read_text().rpartition("</body>")
-    page.write_text(f"{body}{PROBE}</body>{end}")
+    body, _, end = drawn.read_text().replace("</style></head>", f"{style}</style></head>").rpartition("</body>")
+    page.write_text(f"{body}{probe}</body>{end}")
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
-    assert probe, done.stderr[-2000:]
-    text = probe[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+    seen = re.search(r'<pre id="probe"[^>]*>(.*?)</pre>', done.stdout, re.S)
+    assert seen, done.stderr[-2000:]
+    text = seen[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
     return json.loads(text), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
@@ -78,6 +116,22 @@ def test_every_figure_is_drawn_without_a_complaint(browsed):
 
 def test_figures_fit_a_laptop(browsed):
     assert browsed[0]["width"] <= 1
+
+
+def test_on_a_telephone_figures_fit_and_wide_tables_show_that_they_scroll(narrow):
+    assert narrow["over"] <= 1, "the page itself does not scroll sideways"
+    figures = [box for box in narrow["boxes"] if box["figure"]]
+    assert len(figures) == 6 and all(box["over"] <= 1 for box in figures), figures
+    wide = {box["name"]: box for box in narrow["boxes"] if box["over"] > 1}
+    assert {"laws", "runs"} <= wide.keys()
+    assert all("Scroll sideways" in box["sign"] and box["tab"] == 0 for box in wide.values()), wide
+    assert all("Scroll" not in box["sign"] for box in narrow["boxes"] if box["name"] not in wide)
+
+
+def test_figures_have_a_text_for_readers_who_do_not_see_them(narrow):
+    labels = {box["name"]: box["label"] for box in narrow["boxes"] if box["figure"]}
+    assert labels["loss-against-compute"].startswith("Loss against compute. The lowest held-out loss")
+    assert all(len(label) > 50 for label in labels.values())
 
 
 def test_pointing_at_a_run_tells_what_it_is_and_clicking_leads_to_its_row(browsed):

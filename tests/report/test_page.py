@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -161,7 +162,7 @@ def test_findings_agree_with_the_table(ladder, page):
 
 def test_laws_on_the_page_are_those_that_made_the_data(page):
     """L(C) of E + A/N^alpha + B/D^beta has N_opt ~ C^(beta/(alpha+beta)) up to what embeddings add to the cost."""
-    rows = re.findall(r"<tr><th><span class=\"arch\">.*?</tr>", page.source)
+    rows = re.findall(r"<tr><th scope=\"row\"><span class=\"arch\">.*?</tr>", page.source)
     for row, name in zip(rows, ("llama", "tnl", "hgrn2"), strict=False):
         _, _, alpha, _, beta = LAWS[name][:5]
         assert name in row
@@ -208,6 +209,21 @@ def test_architectures_that_intervals_do_not_tell_apart_are_not_ranked(study, wr
     assert "How the headline was chosen" in text and "Where the laws of loss meet" in text
 
 
+def test_two_budgets_give_no_compute_outside_the_data(study, write):
+    """Two points fix a law, so its crossings have no interval, and nothing is told of the compute beyond the data."""
+    folder = study(architectures=("llama", "tnl", "hgrn2", "lightnet"), budgets=(2e11, 8e11), curves=False)
+    laws = fit_study(load_study(folder)[0], method="power", bootstrap=RESAMPLES, conventions=False)
+    table = re.search(r'<table id="crossings".*?</table>', write(folder, fit=laws).source, re.S)[0]
+    rows = [re.sub("<[^>]+>", "|", row).split("|") for row in table.split("<tr>")[2:]]
+    outside = [row for row in rows if any("outside the data of both" in cell for cell in row)]
+    assert outside and not any(crossing.inside for crossing in laws.crossings if crossing.C is None)
+    for row in outside:
+        cells = [cell for cell in row if cell]
+        assert cells[3:5] == ["–", "–"] and "2×10¹¹ to 8×10¹¹ FLOPs" in cells[-1] and "no interval" in cells[-1], cells
+    names = [tuple(cell for cell in row if cell in LAWS) for row in rows]
+    assert names == [*itertools.combinations(("llama", "tnl", "hgrn2", "lightnet"), 2)], "in the order of the study"
+
+
 def test_refused_optima_are_shown_as_refused(study, write):
     """Without the small models of an architecture its optima lie at the edge: N_opt is refused, L(C) still given."""
     folder = study(architectures=("llama", "tnl"), widths=(16, 24, 32, 48, 64, 80, 96, 128, 160), curves=False)
@@ -223,6 +239,8 @@ def test_refused_optima_are_shown_as_refused(study, write):
     assert len(refused) == 4 and not any(row["inside"] for row in refused)
     assert {row["architecture"] for row in refused} == {"llama"}
     assert "training-curves" not in page.specs()
+    reasons = re.search(r'<table id="refused-optima".*?</table>', page.source, re.S)[0]
+    assert reasons.count("train smaller models") == 4 and "tnl" not in reasons, "not only where a pointer hovers"
     assert "no training curve" in page.text
     # A run's dot lies beneath a refused optimum and would fill a hollow diamond.
     panels = page.specs()["isoflop-curves"]["concat"]
@@ -349,6 +367,7 @@ def test_laws_of_the_parametric_surface(study, write):
     table, curves, _ = load_study(folder)
     page = write(folder, fit=fit_study(table, curves, method="parametric", bootstrap=0, conventions=False))
     assert re.search(r'class="law">0\.\d+ \+ \d+ C<sup>−0\.1\d+</sup>', page.source)
+    assert "L(C) = E + β C" in page.source and "for the loss the other form" not in page.text
     assert re.search("twice the compute of .* takes", page.text) and "by the parametric surface L(N, D)" in page.text
     assert "isoflop-curves" not in page.specs()
     for name in ("optimal-size-and-tokens", "loss-against-compute"):

@@ -221,7 +221,7 @@ def check_fit(law: LawFit, of: str, rest: np.ndarray, slopes: np.ndarray, *axes:
     statistic = float((sums[0] - sums[1]) / degrees[0] / (sums[1] / degrees[1] + 1e-16))
     p, worst = float(stats.f.sf(statistic, *degrees)), float(np.expm1(np.abs(rest).max()))
     missed = f"the law misses its points in a pattern, by up to {worst:.2%}"
-    words = "no pattern in the residuals" if p >= MISFIT else missed
+    words = f"no pattern in the residuals (p >= {MISFIT:g})" if p >= MISFIT else missed
     law.tests.append(Test(label, statistic, p, words, degrees=degrees))
 
 

@@ -66,7 +66,8 @@ def efficiency(study: Study, law: LawFit) -> Figure | None:
     caption = (
         f"How many times the compute of {firsts[0]} each architecture needs for the same loss, at the budgets of "
         f"{firsts[0]} whose optimal loss the other reaches. Bars are 95 % intervals; below the line at 1, the other "
-        "architecture needs less."
+        "architecture needs less. These compare optima measured at the budgets, pair by pair. The conclusions at the "
+        "top compare laws through all budgets, in all pairs and quantities together, and so tell fewer apart."
     )
     return canvas.figure("compute-at-equal-loss", law.title, caption, canvas.layer(*layers).properties(**SIZE))
 
@@ -310,8 +311,8 @@ def parts(study: Study, sections: list[Section], unsupported: dict[str, list[str
         return []
     fit_command = shell.typed("linnet", "fit", study.folder, law="all")
     caption = (
-        "Laws beyond L(C), N_opt(C) and D_opt(C), with 95 % bootstrap intervals; C in exact FLOPs, N without "
-        "embeddings. "
+        "Laws beyond L(C), N<sub>opt</sub>(C) and D<sub>opt</sub>(C), with 95 % bootstrap intervals; C in exact FLOPs, "
+        "N without embeddings. "
         f"<code>{escape(fit_command)}</code> prints them in full, and docs/laws.md has their equations."
     )
     html = ["<h2>Further laws</h2>", f'<p class="caption">{caption}</p>']
@@ -320,7 +321,7 @@ def parts(study: Study, sections: list[Section], unsupported: dict[str, list[str
         html.append(_numbers(law))
     if unsupported:
         rows = "".join(
-            f"<li>{escape(name)}: {escape('; '.join(dict.fromkeys(reasons)))}</li>"
+            f"<li>{escape(name)}: {escape(units.powers('; '.join(dict.fromkeys(reasons))))}</li>"
             for name, reasons in unsupported.items()
         )
         title = f"{units.plural(len(unsupported), 'law')} that this table does not support"
@@ -332,23 +333,31 @@ def _numbers(law: LawFit) -> str:
     """The numbers, tests and notes of a law, folded."""
     rows = []
     for estimate in law.estimates:
-        value = "refused" if estimate.value is None else units.significant(estimate.value, 4)
-        ends = "" if estimate.interval is None else " to ".join(units.significant(end, 4) for end in estimate.interval)
-        p = "" if estimate.p is None else f"{estimate.p:.2g}"
-        rows.append(
-            (escape(estimate.name), escape(estimate.of), value, ends, p, escape(estimate.refused or estimate.note))
-        )
-    lines = [f"{test.name}: p = {_p(test)}; {test.conclusion}" for test in law.tests]
+        value = "refused" if estimate.value is None else _number(estimate.value)
+        ends = "" if estimate.interval is None else " to ".join(map(_number, estimate.interval))
+        p = "" if estimate.p is None else escape(units.p_value(estimate.p))
+        words = escape(units.powers(estimate.refused or estimate.note))
+        about = (escape(units.powers(text)) for text in (estimate.name, estimate.of))
+        rows.append((*about, value, ends, p, words))
+    lines = [f"{test.name}: {_p(test)}; {test.conclusion}" for test in law.tests]
     for test in law.predictions:
-        error = test.refused or f"mean error {units.percent(test.mean_error or 0.0)} on {test.tested}"
+        points = units.plural(test.tested, "held-out point")
+        error = test.refused or f"mean error {units.percent(test.mean_error or 0.0)} on {points}"
         lines.append(f"Held out, {test.name}: {error}")
     lines += [law.source, f"Intervals: {law.scheme}", *law.notes]
-    listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    if sum(estimate.p is not None for estimate in law.estimates) > 1:
+        lines.append("p-values of several pairs are adjusted together by Holm's method")
+    listed = "".join(f"<li>{escape(units.powers(line))}</li>" for line in lines)
     equation = f"<p><code>{escape(law.equation)}</code></p>"
-    table = shell.table(f"law-{law.law}", ("*", "Of", "#Value", "#95 %", "#p", "?"), rows)
+    table = shell.table(f"law-{law.law}", ("*Number", "Of", "#Value", "#95 %", "#p", "?Result"), rows)
     body = f"{equation}{table}<ul>{listed}</ul>"
     return f"<details><summary>{escape(law.title)}: numbers, tests and notes</summary>{body}</details>"
 
 
 def _p(test) -> str:
-    return f"{test.p:.2g}" + ("" if test.p_bootstrap is None else f" ({test.p_bootstrap:.2g} by bootstrap)")
+    bootstrap = "" if test.p_bootstrap is None else f" ({units.p_value(test.p_bootstrap)} by bootstrap)"
+    return f"p = {units.p_value(test.p)}{bootstrap}".replace("= <", "< ")
+
+
+def _number(value: float) -> str:
+    return units.significant(value, 4) if not value or 1e-4 <= abs(value) < 1e6 else units.scientific(value, 4)
