@@ -137,11 +137,12 @@ def _order(haystack: Haystack) -> list[str]:
     scores = [sensitivity(grid.accuracy) for grid in haystack.grids]
     rows = zip(*scores, strict=True)
     orders = {tuple(sorted(range(len(row)), key=lambda i: (-row[i]["score"], i))) for row in rows}
+    choices = f"{len(scores[0])} choices of the constants"
     if len(orders) > 1:
-        text = f"its constants decide the order by NIAH score ({len(orders)} orders in {len(scores[0])} choices)"
+        text = f"the NIAH scores have {len(orders)} orders under {choices}"
     else:
-        text = f"the order by NIAH score is the same under all {len(scores[0])} choices of its constants"
-    return [f"{escape(haystack.task)}: {text}."]
+        text = f"the NIAH scores have one order under all {choices}"
+    return [f"{escape(haystack.task)}: {text}; the tests of the accuracy say which models differ."]
 
 
 def _heatmaps(haystack: Haystack) -> Figure:

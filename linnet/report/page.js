@@ -28,7 +28,9 @@
     if (typeof spec.width === "number") spec.width = Math.min(spec.width, room);
     for (const channel of Object.values(spec.encoding || {})) {
       if (!channel.legend) continue;
-      Object.assign(channel.legend, { orient: "bottom", direction: "vertical", columns: Math.max(1, Math.floor(room / 110)) });
+      const gradient = { direction: "horizontal", gradientLength: Math.min(room, 240) };
+      const symbols = { direction: "vertical", columns: Math.max(1, Math.floor(room / 110)) };
+      Object.assign(channel.legend, { orient: "bottom" }, channel.type === "quantitative" ? gradient : symbols);
     }
     for (const part of [spec.vconcat, spec.concat, spec.layer].flat()) if (part) narrow(part, room);
     return spec;
@@ -83,8 +85,13 @@
     for (const box of document.querySelectorAll(".scroll, .tall, .figure, pre")) {
       const wide = box.scrollWidth > box.clientWidth + 1 && getComputedStyle(box).overflowX !== "visible";
       box.classList.toggle("wide", wide);
-      if (wide || box.scrollHeight > box.clientHeight + 1) box.tabIndex = 0;
-      else box.removeAttribute("tabindex");
+      for (const name of ["tabindex", "role", "aria-label"]) box.removeAttribute(name);
+      if (!wide && box.scrollHeight <= box.clientHeight + 1) continue;
+      const before = (heading) => heading.compareDocumentPosition(box) & Node.DOCUMENT_POSITION_FOLLOWING;
+      const heading = [...document.querySelectorAll("h1, h2, main > details > summary")].filter(before).pop();
+      box.tabIndex = 0;
+      box.setAttribute("role", "region");
+      box.setAttribute("aria-label", heading.textContent);
     }
   }
 

@@ -67,6 +67,7 @@ const timer = setInterval(() => {
       over: getComputedStyle(box).overflowX === "visible" ? 0 : box.scrollWidth - box.clientWidth,
       sign: getComputedStyle(box, "::before").content,
       tab: box.tabIndex,
+      region: box.getAttribute("aria-label"),
       label: box.querySelector('[role="graphics-document"]')?.getAttribute("aria-label"),
     }));
     const main = document.querySelector("main");
@@ -125,6 +126,7 @@ def test_on_a_telephone_figures_fit_and_wide_tables_show_that_they_scroll(narrow
     wide = {box["name"]: box for box in narrow["boxes"] if box["over"] > 1}
     assert {"laws", "runs"} <= wide.keys()
     assert all("Scroll sideways" in box["sign"] and box["tab"] == 0 for box in wide.values()), wide
+    assert wide["laws"]["region"] == "The laws" and wide["runs"]["region"] == "All runs"
     assert all("Scroll" not in box["sign"] for box in narrow["boxes"] if box["name"] not in wide)
 
 

@@ -361,7 +361,9 @@ def _classifiers_page(
     parts += ["<h2>Scores</h2>", _table(models, links), *_tests(models)]
     parts += [shell.section(figure, command) for figure in figures]
     for heading, caption, data in pictures:
-        picture = f'<img class="sheet" src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{escape(heading)}">'
+        picture = (
+            f'<img class="sheet" src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{escape(heading)}">'
+        )
         parts += [f"<h2>{escape(heading)}</h2>", f'<p class="caption">{escape(caption)}</p>', picture]
     facts = {
         "Redraw": f"<code>{escape(command)}</code>",
