@@ -120,7 +120,7 @@ def difference_table(study: Study) -> str:
         names = map(escape, (difference.architecture, difference.base, difference.size))
         mark = words(sensitivities, difference.architecture, difference.base, abs(difference.bits), math.log(2))
         verdict = "; ".join(filter(None, (difference.verdict, mark)))
-        p = units.MISSING if difference.p is None else escape(units.p_value(difference.p))
+        p = units.MISSING if difference.p is None else f"{difference.p:.2g}"
         numbers = (units.count(difference.target), difference.seeds, f"{difference.bits:+.4f}", interval, p)
         rows.append((*names, *numbers, *([printed] if papers else []), escape(verdict)))
     numbers = (

@@ -43,8 +43,13 @@ def powers(text: str) -> str:
 
 
 def p_value(p: float) -> str:
-    """Two digits, and none below 0.001, where resamples do not reach."""
+    """A p-value of a bootstrap in two digits, and none below 0.001, where resamples do not reach."""
     return "<0.001" if p < 1e-3 else f"{p:.2g}"
+
+
+def p_equals(p: float) -> str:
+    """p = 0.26, p < 0.001."""
+    return f"p = {p_value(p)}".replace("= <", "< ")
 
 
 def flops(value: float) -> str:

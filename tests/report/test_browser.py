@@ -52,14 +52,14 @@ const timer = setInterval(async () => {
 """
 
 
-# What is wider than its place, and whether a reader sees it and the keyboard reaches it.
+# Measures which boxes are wider than their place, and whether a reader sees it and the keyboard reaches them.
 TELEPHONE = "main { max-width: 400px; margin: 0; }"
 WIDTHS = """
 <script>
 const timer = setInterval(() => {
   if (document.body.dataset.drawn === undefined) return;
   clearInterval(timer);
-  document.querySelectorAll("details").forEach((part) => (part.open = true));
+  document.querySelectorAll("main > details").forEach((part) => (part.open = true));
   setTimeout(() => {
     const boxes = [...document.querySelectorAll(".figure, .scroll, .tall")].map((box) => ({
       name: box.id || box.querySelector("table")?.id,

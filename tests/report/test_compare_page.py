@@ -59,7 +59,9 @@ def test_it_says_where_recall_ends(page):
     assert re.search("soft .*100% .* 400 tokens", text)
     assert re.search("linear .* 200 tokens.* 300 .* 0% .*50%", text)
     assert re.search("nothing .*50% .* 100 tokens", text)
-    assert "the NIAH scores have one order under all 12 choices" in text and "the tests of the accuracy say which" in text
+    assert (
+        "the NIAH scores have one order under all 12 choices" in text and "the tests of the accuracy say which" in text
+    )
 
 
 def test_it_shows_constants_tests_and_what_is_lacking(page):

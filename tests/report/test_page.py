@@ -210,7 +210,7 @@ def test_architectures_that_intervals_do_not_tell_apart_are_not_ranked(study, wr
 
 
 def test_two_budgets_give_no_compute_outside_the_data(study, write):
-    """Two points fix a law, so its crossings have no interval, and nothing is told of the compute beyond the data."""
+    """Two points fix a law, so its crossings have no interval, and those beyond the data have no compute."""
     folder = study(architectures=("llama", "tnl", "hgrn2", "lightnet"), budgets=(2e11, 8e11), curves=False)
     laws = fit_study(load_study(folder)[0], method="power", bootstrap=RESAMPLES, conventions=False)
     table = re.search(r'<table id="crossings".*?</table>', write(folder, fit=laws).source, re.S)[0]

@@ -15,6 +15,7 @@ from linnet.config import FIGURES, FITS, check_study, nearest
 from linnet.laws.fit import fit_downstream
 from linnet.laws.fit.law import plain
 from linnet.laws.fit.table import CONVENTIONS, load_points
+from linnet.report.units import p_equals, p_value
 
 if TYPE_CHECKING:
     from linnet.laws.further import Estimate, LawFit, Options
@@ -72,7 +73,8 @@ def show(law: "LawFit", console: Console) -> None:
     if law.estimates:
         console.print(estimates(law.estimates))
     for test in law.tests:
-        p = f"p = {test.p:.3g}" + ("" if test.p_bootstrap is None else f", by bootstrap {test.p_bootstrap:.3g}")
+        p = p_equals(test.p)
+        p += "" if test.p_bootstrap is None else f", by bootstrap {p_value(test.p_bootstrap)}"
         line = f"{test.name}: {p}: {test.conclusion}"
         console.print(f"  {escape(line)}", soft_wrap=True)
     for test in law.predictions:
@@ -94,7 +96,7 @@ def estimates(rows: "list[Estimate]") -> Table:
     for estimate in rows:
         value = "[yellow]refused[/]" if estimate.value is None else number(estimate.value)
         ends = "" if estimate.interval is None else f"{number(estimate.interval[0])} to {number(estimate.interval[1])}"
-        p = [] if not tested else ["" if estimate.p is None else f"{estimate.p:.3g}"]
+        p = [] if not tested else ["" if estimate.p is None else p_value(estimate.p)]
         note = escape(estimate.refused or estimate.note)
         table.add_row(escape(estimate.name), escape(estimate.of), value, ends, *p, note)
     return table

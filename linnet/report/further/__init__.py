@@ -356,7 +356,7 @@ def _numbers(law: LawFit) -> str:
 
 def _p(test) -> str:
     bootstrap = "" if test.p_bootstrap is None else f" ({units.p_value(test.p_bootstrap)} by bootstrap)"
-    return f"p = {units.p_value(test.p)}{bootstrap}".replace("= <", "< ")
+    return units.p_equals(test.p) + bootstrap
 
 
 def _number(value: float) -> str:
