@@ -42,6 +42,13 @@ class Outside(Mixer):
 """
 OUT, STATE = "return self.out(s), None if", 'state is None else state["s"][:, None]'
 LAST, SPEC = 'None if state is None else {"s": s[:, -1]}', '{"s": TensorSpec((batch, self.out.in_features))}'
+INIT = "nn.init.zeros_(self.out.weight)"
+TRAINS_ALONE = [("def step", "def stepp", ""), (SPEC, "{}", ""), (STATE, "True else 0", ""), (LAST, "None", "")]
+
+
+def small(size):
+    return f"self.small = nn.Parameter(torch.full((1,), {size}))\n        " + INIT
+
 
 MISTAKES = {
     "looks_ahead": [(OUT, "s = s + x.roll(-1, 1)\n        " + OUT, "not causal")],
@@ -80,6 +87,12 @@ MISTAKES = {
     "no_forward": [("def forward", "def foward", "NotImplementedError: Outside has no forward; fix the class")],
     "backward": [("return self.out(s),", "return self.out(s).detach(),", "backward.*RuntimeError")],
     "not_finite": [(OUT, "s = s.log()\n        " + OUT, "y .*not finite")],
+    "gradient_in_float32": [(OUT, "s = (s.detach() * 2 - s).float()\n        " + OUT, "gradient of x .*backward")],
+    "ignores_state_alone": [
+        (STATE, "True else 0", " another y "),
+        (INIT, small(1e-4), ""),  # its gradient is right, and in float32 no difference of outputs shows it
+        (OUT, "s = s * (1 + self.small)\n        " + OUT, ""),
+    ],
     "ignores_state": [(STATE, "True else 0", " another y ")],
     "starts_elsewhere": [(STATE, STATE + " + 1", "y .*state")],
     "no_state": [(LAST, "None", r"None.* {'s': \[2, 16\]}")],
@@ -104,15 +117,22 @@ RIGHT = {
     "whole": [],
     "no_step": [("def step", "def stepp", "")],
     "says_it_has_no_step": [('state["s"] += x', "raise NotImplementedError", "")],
-    "trains_alone": [("def step", "def stepp", ""), (SPEC, "{}", ""), (STATE, "True else 0", ""), (LAST, "None", "")],
+    "trains_alone": TRAINS_ALONE,
+    "bias_of_keys": [  # its gradient is 0
+        (INIT, "self.key = nn.Linear(context.d_model, context.d_model)\n        " + INIT, ""),
+        (OUT, "s = nn.functional.scaled_dot_product_attention(x, self.key(x), x, is_causal=True)\n        " + OUT, ""),
+        *TRAINS_ALONE,
+    ],
+    "small_in_float32": [
+        (INIT, small(1e-4), ""),
+        (OUT, "s = (s.float() * (1 + self.small.float())).to(x.dtype)\n        " + OUT, ""),
+        *TRAINS_ALONE,
+    ],
     "float32": [(OUT, "s = s.float() @ torch.eye(x.shape[-1])\n        " + OUT, "")],
     "straight_through": [
         (OUT, "s = s + s.round() - s.detach()\n        " + OUT, ""),
         ("    def step", "    surrogate_gradient = True\n\n    def step", ""),
-        (SPEC, "{}", ""),
-        ("def step", "def stepp", ""),
-        (STATE, "True else 0", ""),
-        (LAST, "None", ""),
+        *TRAINS_ALONE,
     ],
     "dropout": [(OUT, "s = nn.functional.dropout(s, 0.5, self.training)\n        " + OUT, "")],
 }
