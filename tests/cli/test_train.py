@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import signal
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,17 @@ def test_ctrl_c_and_on(linnet, monkeypatch):
     assert [path.name for path in RunFolder(folder).checkpoints()] == ["step-00000006"]
     done = linnet("run.yaml")
     assert done.exit_code == 0 and "step 6 of 10" in done.output
+
+
+@pytest.mark.parametrize("option", ["--plan", "--coordinate-check"])
+def test_what_saves_nothing_does_not_promise_to_resume(monkeypatch, option):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    for name in ("show_coordinates", "show_plan"):
+        monkeypatch.setattr(import_module("linnet.cli.train.plan"), name, stop)
+    result = CliRunner().invoke(app, ["train", "--model", "tnl-10m", "--device", "cpu", option])
+    assert result.exit_code == 130 and "from the beginning" in result.output and "saved" not in result.output
 
 
 def test_divergence_says_what_to_do(linnet):
