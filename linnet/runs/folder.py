@@ -31,7 +31,7 @@ from linnet import trust
 from linnet.config import ConfigError, digest, read_yaml
 from linnet.runs import checkpoint
 from linnet.runs.files import UNFINISHED, write_atomic
-from linnet.runs.record import ROWS_LOST, Record, lost_rows, plain, read_rows, wrong_numbers
+from linnet.runs.record import ROWS_LOST, Record, last_rows, lost_rows, plain, read_rows, wrong_numbers
 from linnet.trust import with_copies
 
 FORMAT = 2
@@ -100,6 +100,7 @@ class RunFolder:
         self._config_file, self._lock_file = path / "config.yaml", path / ".lock"
         self._metrics_file, self._result_file = path / "metrics.jsonl", path / "result.json"
         self._error_file, self._errors = path / "error.txt", path / "errors"
+        self._progress_file = path / "progress"
 
     @staticmethod
     def name(config: Mapping, identity: str | None = None) -> str:
@@ -231,6 +232,7 @@ class RunFolder:
     def write_result(self, result: Mapping) -> None:
         """Writes result.json, which marks the run done. Numbers that are not finite become null."""
         self.write_error(None)
+        self._progress_file.unlink(missing_ok=True)
         write_atomic(self._result_file, json.dumps(plain(result), indent=1, allow_nan=False) + "\n")
 
     def reopen(self) -> None:
@@ -254,6 +256,20 @@ class RunFolder:
                 self.write_error(None)
 
         return undo
+
+    def write_progress(self, flops: float) -> None:
+        """Writes the FLOPs so far, for a display, between two rows of a record whose rows are far apart."""
+        write_atomic(self._progress_file, f"{flops}\n")
+
+    def flops_so_far(self) -> float:
+        """Returns the FLOPs in the last complete row of the record, or later ones of `write_progress`; 0 without."""
+        flops = 0.0
+        with contextlib.suppress(OSError):
+            rows = reversed(last_rows(self._metrics_file, 20))
+            flops = next((float(row["flops"]) for row in rows if row.get("flops")), 0.0)
+        with contextlib.suppress(OSError, ValueError):
+            flops = max(flops, float(self._progress_file.read_text(encoding="utf-8")))
+        return flops
 
     def metrics(self) -> list[dict]:
         """Returns all rows of metrics.jsonl, in order."""

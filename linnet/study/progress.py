@@ -1,13 +1,12 @@
 """The display of a running study: a bar with the time left, or now and then a line; and a line per finished run."""
 
-import contextlib
 import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from linnet.runs.record import last_rows
+from linnet.runs import RunFolder
 from linnet.study.ladder import PlannedRun
 
 POLL = 2.0  # seconds between two reads of the records of running runs
@@ -81,7 +80,7 @@ class StudyProgress:
         self.polled = time.monotonic()
         for name, run in self.runs.items():
             if name not in self.finished and (self.folder / name).is_dir():
-                share = min(1.0, _flops_so_far(self.folder / name / "metrics.jsonl") / run.flops)
+                share = min(1.0, RunFolder(self.folder / name).flops_so_far() / run.flops)
                 self.partial[name] = share * self.weight[name]
 
     def _done(self) -> float:
@@ -118,10 +117,3 @@ def count(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
-
-
-def _flops_so_far(metrics: Path) -> float:
-    """Returns the FLOPs in the last complete row of a record, or 0 without one."""
-    with contextlib.suppress(OSError):
-        return next((float(row["flops"]) for row in reversed(last_rows(metrics, 20)) if row.get("flops")), 0.0)
-    return 0.0

@@ -7,8 +7,20 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from linnet.runs import RunFolder
 from linnet.study import progress
 from linnet.study.progress import StudyProgress
+
+
+def test_progress_between_two_rows_counts_until_the_result(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.flops_so_far() == 0
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "flops": 5.0}\n')
+    for told, shown in ((7.5, 7.5), (2.5, 5.0)):
+        folder.write_progress(told)
+        assert folder.flops_so_far() == shown
+    folder.write_result({"status": "done"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "result.json"]
 
 
 @pytest.mark.parametrize("epochs, left", [(0, "about 30 s left"), (8, "about 22 s left")])
