@@ -25,7 +25,7 @@ from linnet.report import shell, write_report
 from linnet.report.figures import CROSS
 from linnet.report.findings import _speed, findings
 from linnet.report.records import read_study
-from linnet.report.run import training_curves
+from linnet.report.run import state_size, training_curves
 from linnet.study.collect import load_study
 
 FIGURES = {
@@ -351,6 +351,15 @@ def test_an_architecture_that_diverged_at_once_has_no_panel_of_curves(study, qui
     assert figure is not None and [panel["title"]["text"] for panel in figure.spec["concat"]] == ["tnl"]
     records.curves["flops"] = 1e3
     assert training_curves(records) is None
+
+
+def test_runs_with_the_same_state_are_joined_by_their_mean(study, quick_fits):
+    records = read_study(study(architectures=("tnl",), budgets=(2e11,), widths=(16, 24)))
+    records.table = pd.concat([records.table, records.table.assign(loss=records.table["loss"] + 0.2)])
+    spec = state_size(records).spec
+    [line] = [layer["data"]["name"] for layer in spec["layer"] if layer["mark"]["type"] == "line"]
+    losses = [row["value"] for row in spec["datasets"][line]]
+    assert losses == pytest.approx([loss + 0.1 for loss in records.table["loss"][:2]], abs=1e-4)
 
 
 def test_no_run_ended_well(study, write):

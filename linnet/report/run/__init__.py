@@ -1,8 +1,10 @@
 """The pages that one run alone has, those of the kinds of models for which a room has one; and their figures."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import mean
 
 from linnet.companions import Offer
 from linnet.config import ConfigError
@@ -108,7 +110,11 @@ def state_size(study: Study) -> Figure | None:
     hue, shape, tooltip = canvas.colour(), canvas.shape(), canvas.tooltip((*RUN_FIELDS, "budget"))
     faint = canvas.chart(rest).mark_point(size=26, filled=True, opacity=1)
     faint = faint.encode(x, y, hue, shape, fillOpacity=canvas.fade(0.3), tooltip=tooltip)
-    line = canvas.chart(top).mark_line(strokeWidth=1.5).encode(x, y, hue, strokeOpacity=canvas.fade(0.7))
+    joined = defaultdict(list)  # a line through each run would go up and down between seeds
+    for run in top:
+        joined[run["architecture"], run["bytes"]].append(run["value"])
+    means = [{"architecture": name, "bytes": size, "value": mean(losses)} for (name, size), losses in joined.items()]
+    line = canvas.chart(means).mark_line(strokeWidth=1.5).encode(x, y, hue, strokeOpacity=canvas.fade(0.7))
     dots = canvas.chart(top).mark_point(size=62, filled=True, opacity=1)
     dots = dots.encode(x, y, hue, shape, fillOpacity=canvas.fade(), tooltip=tooltip)
     drawn = canvas.layer(*((dots,) if largest is None else (faint, line, dots))).properties(width=860, height=380)
@@ -118,7 +124,10 @@ def state_size(study: Study) -> Figure | None:
         "Lower left is better."
     )
     if largest is not None:
-        caption += f" Lines join the runs of the largest budget, {units.flops(largest)}; faint points are other runs."
+        caption += (
+            f" Lines join the mean losses by state at the largest budget, {units.flops(largest)}; faint points are "
+            "other runs."
+        )
     return canvas.figure("loss-against-state", "Loss against state size", caption, drawn)
 
 
