@@ -319,7 +319,8 @@ def _carried(mixer: Mixer, x: Tensor, y: Tensor) -> None:
     if changed := _differing(second, y[:, CUT:], y):
         _refuse(
             f"tokens in two calls give another y than in one call (from token {CUT + changed[0]} on; the "
-            f"second call begins at {CUT}); let forward continue from the given state and return the state after it"
+            f"second call begins at {CUT}); let forward continue from the given state and return the state after it, "
+            "with the number of tokens so far if it reads positions (linnet.layers.positions)"
         )
 
 

@@ -5,6 +5,7 @@ A mixer adds its decay (`log_decay`) and its output gate (`gate`), and may chang
 """
 
 import math
+from fractions import Fraction
 
 import torch
 from pydantic import Field
@@ -65,9 +66,11 @@ class DeltaConfig(LayerConfig):
             )
         exact = context.d_model * self.expand_k / self.num_heads
         if not self.head_dim and not problems and (exact < 1 or not exact.is_integer()):
+            step = (Fraction(self.expand_k).limit_denominator(1000) / self.num_heads).denominator
             problems.append(
                 f"expand_k: {self.expand_k} gives keys of {exact:g} channels in {self.num_heads} heads of d_model "
-                f"{context.d_model}; change one of the three, or set head_dim"
+                f"{context.d_model}; use a d_model that is a multiple of {step}, change one of the other two, or set "
+                "head_dim"
             )
         key = self.head_dim or exact
         if not problems and (
