@@ -5,6 +5,7 @@
     plugins/         a copy of each file of its own mixers (linnet.trust)
     tokenizer.json   turns text into the model's tokens
     metrics.jsonl    one row per log interval, validation and event (linnet.runs.record)
+    progress         FLOPs so far, where rows are far apart; until the result
     checkpoints/     the newest few (linnet.runs.checkpoint)
     result.json      written last and atomically: if it exists, the run is done
     error.txt        error of the last attempt, if it failed

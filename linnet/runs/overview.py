@@ -30,8 +30,9 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 _CONDITION = re.compile(r"([\w.+-]+?)\s*(!=|<=|>=|=|<|>)\s*(.*)", re.DOTALL)
 _WRITTEN = re.compile(
-    r"config\.yaml|tokenizer\.json|metrics\.jsonl|checkpoints|result(-\d+)?\.json|error\.txt|\.lock|evaluations|"
-    r"chat_template\.jinja|tensorboard|wandb|bundle\.json|\..*\.tmp"
+    r"config\.yaml|plugins|tokenizer\.json|metrics\.jsonl|progress|checkpoints|result(-\d+)?\.json|error\.txt|errors|"
+    r"\.lock|evaluations|chat_template\.jinja|classes\.json|prompts\.json|tensorboard|wandb|bundle\.json|"
+    r"report|samples|\..*\.tmp"
 )
 
 

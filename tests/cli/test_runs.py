@@ -126,8 +126,11 @@ def test_remove_asks_and_follows_no_link(place):
     (outside / "kept").write_text("")
     (run := Path("runs/a")).joinpath("checkpoints").symlink_to(outside)
     run.joinpath("notes.txt").write_text("mine")
+    for name in ("plugins", "errors", "report", "samples"):  # of an own mixer, several devices, images
+        run.joinpath(name).mkdir()
+    RunFolder(run).write_progress(1.0)
     said = call("remove", "runs/a", "runs/c/", code=1, input="n\n")
-    assert "notes.txt, which Linnet did not write" in said and "nothing was removed" in said and run.exists()
+    assert "and notes.txt, which Linnet did not write" in said and "nothing was removed" in said and run.exists()
     assert call("remove", "runs/a", "runs/c", input="y\n").split()[-2:] == ["runs/a", "runs/c"]
     assert not run.exists() and not Path("runs/c").exists() and (outside / "kept").exists() and Path("runs/b").exists()
     call("remove", "runs/b", "--yes")
