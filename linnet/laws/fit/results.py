@@ -526,8 +526,8 @@ class StudyFit(Result, Mapping):
         ]
         why = f"which gives them for {counts[0]} of {len(self)} architectures, {self.headline} for {counts[1]}"
         if self.headline == "power":
-            why = "because the lowest of a few sizes scatters more"
-        return f"N_opt and D_opt are those of {self.allocation}, {why}"
+            why = "because the size of the lowest loss among a few scatters more"
+        return f"N_opt and D_opt come from the method {self.allocation}, {why}"
 
     @property
     def compares(self) -> bool:
