@@ -20,6 +20,7 @@ from linnet.runs.model import BYTES
 
 AUTHOR = "blocks.0.att.r_k"  # a tensor of RWKV-7 with its author's names
 POINTER = b"version https://git-lfs"
+LONGEST_NAME = 255  # bytes of the name of a file
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
@@ -121,14 +122,21 @@ def _weight_files(path: Path, name: str, problems: list[str]) -> list[Path]:
         problems.append(f"{problem}; copy the index of the checkpoint again")
         return []
     files = sorted(set(names.values()))
-    outside = [file for file in files if Path(file).name != file or file in ("", "..")]
+    outside = [file for file in files if not _is_name(file)]
     missing = [file for file in files if file not in outside and not (path / file).is_file()]
     problems += [
-        f"{index}: names {file!r}, which is not a file of this folder; put the file there and name it alone"
+        f"{index}: names {shown(file)}, which is not a file of this folder; put the file there and name it alone"
         for file in outside
     ]
     problems += [f"{path / file}: is missing, though {index.name} names it; {_fetch(path / file)}" for file in missing]
     return [path / file for file in files if file not in outside + missing]
+
+
+def _is_name(file: str) -> bool:
+    """Whether this can be the name of a file, without a folder: NUL, half a character or 300 letters cannot."""
+    return (
+        file not in ("", "..") and Path(file).name == file and file.isprintable() and len(file.encode()) <= LONGEST_NAME
+    )
 
 
 def _scan(source: Source, file: Path, problems: list[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from hf_folders import random_tensors, write_folder
 from safetensors.torch import load_file, save_file
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, shown
 from linnet.runs import load_model
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -327,7 +327,11 @@ def test_weights_that_are_not_there_are_named_with_a_remedy(damage, fix, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("where", ["../source/model.safetensors", "/model.safetensors", "..", "", "missing", None])
+@pytest.mark.parametrize(
+    "where",
+    ["../source/model.safetensors", "/model.safetensors", "..", "", "a\0b", "\ud800", "w" * 300, "missing", None],
+    ids=repr,
+)
 def test_an_index_names_files_of_its_folder(where, tmp_path):
     path = hf_llama(tmp_path / "source")
     names = sorted(load_file(path / "model.safetensors"))
@@ -338,7 +342,8 @@ def test_an_index_names_files_of_its_folder(where, tmp_path):
         hf.convert(path, tmp_path / "out")
     [problem] = error.value.problems
     assert "model.safetensors.index.json" in problem and ";" in problem
-    assert {None: "weight_map", "missing": "is missing"}.get(where, f"names {where!r}") in problem
+    assert {None: "weight_map", "missing": "is missing"}.get(where, f"names {shown(where)}") in problem
+    problem.encode()  # can be printed
 
 
 def test_settings_of_quantised_weights_are_named_shortly(tmp_path):
