@@ -350,7 +350,7 @@ def _differences(old: dict, new: dict) -> list[str]:
     if old["format"] != new["format"]:
         return ["the folder was written by another version of Linnet"]
     lines = changed_settings(old["settings"] or {}, new["settings"])
-    was, now = ([source["label"] for source in plan["inputs"]] for plan in (old, new))
+    was, now = ([str(source.get("label")) for source in plan["inputs"]] for plan in (old, new))
     if was != now:
         lines.append(f"SOURCE: was {', '.join(was)}, is now {', '.join(now)}")
     else:

@@ -240,9 +240,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, values: object) -> None:
-    """Writes values as JSON, whole by rename."""
+    """Writes values as JSON, whole by rename. Bytes of a path that are not UTF-8 are written as JSON's escapes."""
+    text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
     with whole_file(path) as file:
-        file.write(json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        file.write(text.encode(errors="backslashreplace") + b"\n")
 
 
 def remove_halves(out: Path) -> None:

@@ -16,8 +16,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from linnet.config import shown
+from pydantic import field_validator
+
+from linnet.config import Config, shown
 from linnet.data import hub, wikitext
 from linnet.data.records import BadFile, SourceFile, fingerprint, kind_of, unreadable
 
@@ -223,25 +226,60 @@ def named_paths(name: str) -> list[Path]:
     raise BadFile(f"matches no files; check the pattern {here}")
 
 
+class _Plan(Config, extra="ignore"):
+    format: int
+    stage: str
+    settings: dict[str, Any]
+    inputs: list[dict[str, Any]]
+
+
+class _Shard(Config, extra="ignore"):
+    name: str
+    documents: int
+    bytes: int
+    text_bytes: int
+    sha256: str
+
+    @field_validator("name")
+    @classmethod
+    def _in_its_folder(cls, name: str) -> str:
+        if Path(name).name != name:
+            raise ValueError("is not the name of a file")
+        return name
+
+
+class _Earlier(_Plan):
+    labels: list[str]
+    shards: list[_Shard]
+    documents: int
+    text_bytes: int
+    counts: dict[str, int]
+
+
+class _Stage(_Earlier):
+    samples: dict[str, list[dict[str, Any]]]
+    history: list[_Earlier]
+
+
 def read_stage(folder: Path) -> dict | None:
     """Returns the content of `stage.json` of a folder that a stage of `linnet corpus` wrote; None for other folders.
 
-    The shards of other stages, such as those of `linnet data lra`, count no documents.
+    Other files of this name are of other programs, or of other stages, such as `linnet data lra`, whose shards hold no
+    documents.
     """
-    # All but the first are for other files of this name.
-    with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        values = json.loads((folder / STAGE).read_text(encoding="utf-8"))
-        shards = values["shards"] if {"format", "stage"} <= values.keys() else [{}]
-        sizes = [shard[key] for shard in shards for key in ("bytes", "documents")]
-        if {int} >= set(map(type, sizes)) and all(Path(shard["name"]).name == shard["name"] for shard in shards):
-            return values
-    return None
+    return _read_record(folder / STAGE, _Stage)
 
 
 def read_plan(folder: Path) -> dict | None:
     """Returns the plan of a stage that is not finished; None for other folders."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    return _read_record(folder / PLAN, _Plan)
+
+
+def _read_record(path: Path, form: type[Config]) -> dict | None:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        form.model_validate(values)
+        return values
     return None
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from linnet.config import Config, ConfigError
 from linnet.corpus import documents
 from linnet.corpus.documents import Document, find_inputs, read_part
+from linnet.corpus.page.records import read_corpus
 from linnet.corpus.stage import open_stage, run_stage
 from linnet.data import records, sources
 from linnet.data.parts import locked
@@ -88,6 +90,55 @@ def test_the_same_command_resumes(source, tmp_path):
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in before} == before
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     run_stage("keep", [str(source)], tmp_path / "out", Settings(), Keep(stop="0"))  # finished: nothing to do
+
+
+@pytest.mark.parametrize("damage", [5, [], {}, {"inputs": 5}, {"settings": []}, {"inputs": [1]}, {"inputs": [{}]}])
+def test_a_plan_that_no_stage_wrote_is_not_continued(source, tmp_path, damage):
+    run_stage("keep", [str(source)], tmp_path / "whole", Settings(), Keep())
+    with pytest.raises(OSError):
+        run_stage("keep", [str(source)], tmp_path / "out", Settings(), Keep(stop="21 "))
+    plan = tmp_path / "out" / sources.PLAN
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | damage if damage and damage != 5 else damage))
+    if damage == {"inputs": [{}]}:  # a plan, of other inputs
+        with pytest.raises(ConfigError, match="SOURCE: was None, is now source"):
+            run_stage("keep", [str(source)], tmp_path / "out", Settings(), Keep())
+    else:
+        run_stage("keep", [str(source)], tmp_path / "out", Settings(), Keep())
+        assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"labels": 5},
+        {"history": [{}]},
+        {"counts": {"documents read/source": "4"}},
+        {"samples": {"a": [4]}},
+        {"shards": [{"name": "shard-00000.jsonl.zst", "documents": 1, "bytes": 1}]},
+        {"shards": [{"name": "../a", "documents": 1, "bytes": 1, "text_bytes": 1, "sha256": ""}]},
+    ],
+    ids=str,
+)
+def test_a_record_that_no_stage_wrote_is_refused(source, tmp_path, damage):
+    values = run_stage("keep", [str(source)], tmp_path / "one", Settings(), Keep())
+    (tmp_path / "one/stage.json").write_text(json.dumps(values | damage))
+    problems: list[str] = []
+    find_inputs([str(tmp_path / "one")], "SOURCE", problems)
+    assert "one' is a stage of `linnet corpus keep`" in problems[0]
+    with pytest.raises(ConfigError, match="is not the folder of a stage"):
+        read_corpus([tmp_path / "one"])
+    with pytest.raises(ConfigError, match="is not empty"):
+        run_stage("keep", [str(source)], tmp_path / "one", Settings(), Keep())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are bytes on Linux alone")
+def test_a_source_whose_name_is_not_utf_8(source, tmp_path):
+    name = os.fsencode(tmp_path) + b"/\xff.txt"
+    (source / "text.txt").rename(os.fsdecode(name))
+    values = run_stage("keep", [os.fsdecode(name)], tmp_path / "out", Settings(), Keep())
+    assert values["documents"] == 1 and values["labels"] == ["\\xff"]
+    recorded = json.loads((tmp_path / "out/provenance.json").read_text())["sources"]
+    assert [os.fsencode(path) for path in recorded] == [name]
 
 
 def test_a_worker_that_dies_is_named_and_the_same_command_resumes(source, tmp_path):

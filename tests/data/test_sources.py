@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections import Counter
+from hashlib import sha256
 
 import pyarrow as pa
 import pytest
@@ -89,8 +90,11 @@ def test_a_folder_of_a_corpus_stage_is_its_documents(tmp_path):
         path = tmp_path / f"shard-0000{number}.jsonl.zst"
         path.write_bytes(zstandard.compress(text.encode()))
         size = path.stat().st_size
-        shards.append({"name": path.name, "documents": len(text.splitlines()), "bytes": size})
-    (tmp_path / "stage.json").write_text(json.dumps({"format": 1, "stage": "clean", "shards": shards}))
+        shard = {"name": path.name, "documents": len(text.splitlines()), "bytes": size}
+        shards.append(shard | {"text_bytes": len(text), "sha256": sha256(path.read_bytes()).hexdigest()})
+    record = {"format": 1, "stage": "clean", "settings": {}, "inputs": [], "labels": ["a"], "shards": shards}
+    record |= {"documents": 3000, "text_bytes": 1, "counts": {}, "samples": {}, "history": []}
+    (tmp_path / "stage.json").write_text(json.dumps(record))
     (tmp_path / "provenance.json").write_text("{}")
     documents, problems, skipped = read([str(tmp_path)])
     assert documents == [f"document {n}".encode() * 9 for n in range(3000)] and not problems + skipped
