@@ -353,6 +353,6 @@ class ToolCalls:
 
 def _held_back(text: str) -> int:
     """Returns the number of characters at the end of `text` that may be white space before a call or begin one."""
-    match = re.search(r"\s*(<[a-z_]*)?\Z", text)
-    start = match.group(1) or ""
-    return len(match.group()) if OPEN.startswith(start) else 0
+    match = re.search(r"<[a-z_]*\Z", text)
+    start = match.group() if match else ""
+    return len(text) - len(text.removesuffix(start).rstrip()) if OPEN.startswith(start) else 0

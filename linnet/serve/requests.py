@@ -347,7 +347,7 @@ class ChatRequest(GenerationRequest):
 _JSON = re.compile(r"application/(\w+\+)?json\s*(;|$)", re.IGNORECASE)
 _SHOWN = 80
 MOST_NESTED = 1 << 16  # lists and objects of a body: each takes many times its two bytes, and no request needs more
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # also one without an end, so that no byte is read twice
 
 
 def too_large(most: int) -> ApiError:

@@ -468,7 +468,11 @@ def test_headers_that_do_not_arrive_are_not_waited_for():
         assert hasty.request("GET", "/health").status == 200
 
 
-@pytest.mark.parametrize("body", [b'{"prompt": [' + b"[]," * 1_100_000 + b"[]]}", b"[" * 3_500_000])
+@pytest.mark.parametrize(
+    "body",
+    [b'{"prompt": [' + b"[]," * 1_100_000 + b"[]]}", b"[" * 3_500_000, b"[" * 70_000 + b'"' + b'\\"' * 2_000_000],
+    ids=["wide", "deep", "with a text of quotes that does not end"],
+)
 def test_a_body_of_many_lists_is_refused_before_it_is_parsed(body: bytes):
     start = time.process_time()
     with pytest.raises(ApiError, match="lists and objects"):

@@ -1,6 +1,7 @@
 """Tools: the template shows them, calls in an answer become `tool_calls`, and what is no call stays text."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -63,6 +64,12 @@ def test_text_that_begins_no_call_is_sent_at_once():
     assert tools.push("one two") == ("one two", [])
     assert tools.push(" <to") == ("", [])
     assert tools.push("p>") == (" <top>", [])
+
+
+def test_white_space_takes_linear_time():
+    start = time.process_time()
+    assert parse(" " * 10_000 + "x", CALL)[0] == " " * 10_000 + "x"
+    assert time.process_time() - start < 1
 
 
 @pytest.fixture(scope="module")
