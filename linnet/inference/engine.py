@@ -35,7 +35,7 @@ from linnet.inference.decoding import (
     prepare_steps,
 )
 from linnet.inference.prefix import Cut, Prefix, PrefixCache, covered, cuts, load_prefix, weights_digest
-from linnet.inference.request import Completion, Piece, Request
+from linnet.inference.request import CONTEXT, Completion, Piece, Request
 from linnet.inference.sampling import DRAWING, Sampling
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import UNBOUNDED_CONTEXT
@@ -249,7 +249,8 @@ class Engine:
             )
         refuse(problems, "request")
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        return Request(tokens, total, sampling, seed, most, self.tokenizer, self.generation.ends)
+        before = () if prefix is None else prefix.last
+        return Request(tokens, total, sampling, seed, most, self.tokenizer, self.generation.ends, before)
 
     def cancel(self, request: Request) -> None:
         """Ends a queued or running request in the next round. Does nothing to a finished one."""
@@ -385,7 +386,8 @@ class Engine:
         reading = self._begin(request, 0, prefix)
         while not reading.done:
             self._read_chunk(reading)
-        return Prefix(self.digest, request.prompt_tokens, reading.states, reading.logits, reading.seen)
+        last = (*(() if prefix is None else prefix.last), *request.prompt[-CONTEXT:].tolist())[-CONTEXT:]
+        return Prefix(self.digest, request.prompt_tokens, reading.states, reading.logits, reading.seen, last)
 
     def load_prefix(self, path: str | Path) -> Prefix:
         """Reads a saved prefix. Raises `ConfigError` if it is not a prefix of this model."""

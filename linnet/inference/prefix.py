@@ -2,10 +2,11 @@
 
 A prefix in a file has a constant size. The file is a safetensors file with the tensors `state.<layer>.<name>` (a batch
 of one), `logits` of the next token, and `seen` (which tokens occurred). Its metadata holds the model's digest, the
-number of tokens and the format.
+number of tokens, the last of them, and the format.
 """
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, refuse
+from linnet.config import ConfigError, refuse, shown
+from linnet.inference.request import CONTEXT
 from linnet.models import ModelState
 from linnet.runs.files import is_full
 
@@ -34,6 +36,7 @@ class Prefix:
         states: the states, a batch of one.
         logits: [rows of the model's embedding], of the next token.
         seen: bool [vocab], the tokens that occurred; `vocab` is the number of the tokenizer's tokens.
+        last: the last tokens, at most `CONTEXT`: the text of a completion depends on them.
     """
 
     digest: str
@@ -41,6 +44,7 @@ class Prefix:
     states: ModelState
     logits: Tensor
     seen: Tensor
+    last: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -53,6 +57,7 @@ class Prefix:
         named = {f"state.{layer}.{name}": x for layer, state in self.states.items() for name, x in state.items()}
         named |= {"logits": self.logits, "seen": self.seen}
         metadata = {"format": _FORMAT, "digest": self.digest, "tokens": str(self.tokens)}
+        metadata["last"] = json.dumps(self.last)
         try:
             save_file({name: x.contiguous().cpu() for name, x in named.items()}, path, metadata)
         except (OSError, SafetensorError) as error:
@@ -185,13 +190,18 @@ def load_prefix(path: str | Path, digest: str, like: ModelState, rows: int, voca
         if name in named and (named[name].shape != x.shape or named[name].dtype != x.dtype)
     ]
     problems += [
-        f"{path}: {name} is not [{width}]; save it again"
-        for name, width in (("logits", rows), ("seen", vocab))
-        if _width(named.get(name)) != width
+        f"{path}: {name} is not {kind} [{width}]; save it again"
+        for name, kind, width in (("logits", "real", rows), ("seen", "bool", vocab))
+        if not _is_row(named.get(name), kind, width)
     ]
+    tokens, last = (_numbers(metadata.get(key, none)) for key, none in (("tokens", ""), ("last", "[]")))
+    if len(tokens) != 1 or tokens[0] < 1:
+        problems.append(f"{path}: tokens is {shown(metadata.get('tokens'))}, not a number above 0; save it again")
+    if len(last) > CONTEXT or not all(0 <= token < vocab for token in last):
+        problems.append(f"{path}: last is {shown(metadata['last'])}, not at most {CONTEXT} tokens; save it again")
     refuse(problems, "prefix")
     states = {layer: {name: named[f"state.{layer}.{name}"] for name in state} for layer, state in like.items()}
-    return Prefix(digest, int(metadata["tokens"]), states, named["logits"], named["seen"])
+    return Prefix(digest, tokens[0], states, named["logits"], named["seen"], last)
 
 
 def weights_digest(model: nn.Module, config: str | None = None) -> str:
@@ -206,5 +216,16 @@ def weights_digest(model: nn.Module, config: str | None = None) -> str:
     return total.hexdigest()[:12]
 
 
-def _width(x: Tensor | None) -> int | None:
-    return None if x is None or x.ndim != 1 else x.shape[0]
+def _is_row(x: Tensor | None, kind: str, width: int) -> bool:
+    right = x is not None and (x.dtype == torch.bool if kind == "bool" else x.is_floating_point())
+    return right and x.shape == (width,)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Returns the whole numbers in a text, a JSON number or list; -1 for any other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return (-1,)
+    numbers = value if isinstance(value, list) else [value]
+    return tuple(number if type(number) is int and number < 1 << 62 else -1 for number in numbers)

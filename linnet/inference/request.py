@@ -10,9 +10,8 @@ from linnet.inference.sampling import Sampling
 # Turns a stream of tokens into text. Text is released only when later tokens can no longer change it.
 
 BROKEN = "\ufffd"
-_CONTEXT = (
-    8  # earlier tokens that are decoded again with new ones, for tokenizers that treat the start of a text specially
-)
+# Earlier tokens that are decoded again with new ones, for tokenizers that treat the start of a text specially.
+CONTEXT = 8
 
 
 class Detokenizer:
@@ -28,13 +27,13 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._context = _CONTEXT if tokenizer.byte_lengths is None else 0
+        self._context = CONTEXT if tokenizer.byte_lengths is None else 0
         # Bytes without the end of their character are decoded as one U+FFFD, or by some tokenizers as one for each.
         self._most_held = 3 if tokenizer.byte_lengths is None else 1
         self._new: list[int] = []  # tokens after `_before`; the first `_shown` characters of their text were returned
         self._shown = self._held = self.length = self.offset = 0
         self._keep([])
-        for token in prompt[-_CONTEXT:]:
+        for token in prompt[-CONTEXT:]:
             self.push(int(token))
         if self._new:
             size = max(1, len(tokenizer.encode(2 * BROKEN)) - len(tokenizer.encode(BROKEN)))  # tokens of one
@@ -54,7 +53,7 @@ class Detokenizer:
         self.length, self._held = self.length + len(fresh), len(text) - len(whole)
         if not self._held:
             self._restart()
-        elif len(self._new) > _CONTEXT:  # characters are shorter than this, so these bytes are not valid UTF-8
+        elif len(self._new) > CONTEXT:  # characters are shorter than this, so these bytes are not valid UTF-8
             fresh += self.flush()
             self._keep([])
         return fresh
@@ -176,6 +175,9 @@ class Request:
         generated: number of tokens generated so far.
         cancelled: whether the request is to end in the next round.
         cached_tokens: tokens of the prompt that a kept prefix saved.
+
+    Args:
+        before: the last tokens of the prefix.
     """
 
     def __init__(
@@ -187,13 +189,14 @@ class Request:
         max_tokens: int | None,
         tokenizer: Tokenizer | None,
         ends: Iterable[int],
+        before: Sequence[int] = (),
     ):
         self.id = next(_numbers)
         self.prompt, self.prompt_tokens, self.sampling, self.seed = prompt, prompt_tokens, sampling, seed
         self.max_tokens, self.generated = max_tokens, 0
         self.cancelled = False
         self.cached_tokens = 0
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, [*before, *prompt[-CONTEXT:]])
         self._filter = StopFilter(sampling.stop) if sampling.stop else None
         self._ends = set(sampling.stop_tokens)
         if not sampling.ignore_end:

@@ -4,13 +4,15 @@ import hashlib
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from chats import sentencepiece
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
+from linnet.data.tokenizer import FileTokenizer
 from linnet.inference import Engine, Sampling
 from linnet.inference.prefix import weights_digest
 from linnet.models import ModelConfig, build_model, family
@@ -43,6 +45,44 @@ def test_a_text_continues_a_prefix_without_a_space_of_its_own():
     engine = Engine(build_model(family("tnl")(32, 1, vocab_size=tokenizer.vocab_size)), tokenizer, device="cpu")
     whole, part = engine.check("ab 4hi", SAMPLING), engine.check("b 4hi", SAMPLING, engine.prefix("a"))
     assert tokenizer.decode(whole.prompt) == "▁ab▁4hi" and tokenizer.decode(part.prompt) == "b▁4hi"
+
+
+def test_a_text_is_the_same_after_a_saved_prefix(tmp_path):
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "▁the": 2, "▁cat": 3}, "<unk>"))
+    inner.decoder = tokenizers.decoders.Metaspace()  # which leaves out the space at the start of a text
+    sampling = SAMPLING.model_copy(update={"temperature": 5.0})
+    for tokenizer, prompt in (FileTokenizer(inner), [2, 3]), (ByteTokenizer(), [*"a漢".encode()][:-1]):
+        model = build_model(family("tnl")(32, 1, vocab_size=tokenizer.vocab_size), seed=0)
+        engine = Engine(model, tokenizer, slots=8, device="cpu")
+        engine.prefix(prompt[1:], engine.prefix(prompt[:1])).save(tmp_path / "p")
+        prefix = engine.load_prefix(tmp_path / "p")
+        settings = [sampling.model_copy(update={"seed": seed}) for seed in range(8)]
+        whole = [one.text for one in engine.generate([prompt] * 8, settings)]
+        assert [one.text for one in engine.generate([[]] * 8, settings, prefix)] == whole
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "problem"),
+    [
+        ({"tokens": None}, {}, "tokens is None"),
+        ({"tokens": "-3"}, {}, "tokens is '-3', not a number above 0"),
+        ({"tokens": "9" * 30}, {}, "tokens is '9999"),
+        ({"tokens": "[" * 9999}, {}, "tokens is "),
+        ({"last": "[256]"}, {}, "last is "),
+        ({"last": str([1] * 9)}, {}, "last is "),
+        ({}, {"logits": torch.zeros(256, dtype=torch.int32)}, "logits is not real"),
+        ({}, {"seen": torch.zeros(256)}, "seen is not bool"),
+    ],
+)
+def test_a_prefix_that_no_engine_saved_is_refused(tmp_path, metadata, tensors, problem):
+    engine, file = make(), tmp_path / "p.safetensors"
+    engine.prefix("abc").save(file)
+    with safe_open(file, "pt") as saved:
+        values = {name: text for name, text in (saved.metadata() | metadata).items() if text is not None}
+        save_file({name: saved.get_tensor(name) for name in saved.keys()} | tensors, file, values)  # noqa: SIM118
+    with pytest.raises(ConfigError) as error:
+        engine.load_prefix(file)
+    assert f"p.safetensors: {problem}" in str(error.value) and "; save it again" in str(error.value)
 
 
 def test_a_recurrent_prefix_has_a_constant_size(tmp_path):
