@@ -396,7 +396,7 @@ def write_model(
 def assign_weights(
     model: nn.Module, tensors: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
 ) -> None:
-    """Replaces the tensors of `model` by saved ones.
+    """Replaces the tensors of `model` by saved ones. Those of 8-bit floats become bfloat16.
 
     Raises ConfigError with names and shapes that differ, and weights that are whole numbers, as quantised ones are.
     """
@@ -411,6 +411,8 @@ def assign_weights(
         where,
         most=MOST_PROBLEMS,
     )
+    # PyTorch does not compute with 8-bit floats, and bfloat16 holds each of their values.
+    tensors = {name: x.bfloat16() if _is_real(x) and x.dtype.itemsize == 1 else x for name, x in tensors.items()}
     if dtype is not None:
         kept = full_precision(model) if dtype.itemsize < 4 else set()
         tensors = {name: tensor.to(torch.float32 if name in kept else dtype) for name, tensor in tensors.items()}

@@ -281,7 +281,8 @@ def test_weights_of_8_bit_floats_load_unless_they_are_not_finite(tmp_path):
         save_file(tensors | {"model.norm.weight": small}, path / "model.safetensors")
         if value == 1.0:
             hf.convert(path, tmp_path / "good")
-    load_model(tmp_path / "good")
+    model, _ = load_model(tmp_path / "good")
+    assert model.backbone.norm.weight.dtype == torch.bfloat16
     with pytest.raises(ConfigError, match=f"(?s)source.*{damaged}"):
         hf.convert(path, tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
