@@ -100,7 +100,7 @@ def default_verb(verb: str, keep_help: bool = False) -> type[TyperGroup]:
 
         def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
             known = (*self.commands, *ctx.help_option_names) if keep_help else self.commands
-            if args and args[0] not in known and not Path(args[0]).exists():
+            if args and args[0] not in known and not args[0].startswith("-") and not Path(args[0]).exists():
                 near = difflib.get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
                 if meant := [SHELL[args[0]]] if SHELL.get(args[0]) in self.commands else near:
                     problem = f"{args[0]}: no such command or path; did you mean {ctx.command_path} {meant[0]}?"
