@@ -45,8 +45,8 @@ def joint(study: Study, law: LawFit) -> Figure | None:
 def topology(study: Study, law: LawFit) -> Figure | None:
     """Differences of the loss to the reference topology, paired by seed."""
     caption = (
-        "Mean difference of the loss to the reference over the same seeds, with 95 % intervals (Student's t). Left of "
-        "the line at zero, the topology is better than the reference."
+        "Mean difference of the loss to the reference over the same seeds, with the 95 % interval of each alone "
+        "(Student's t). Which differences can be told from zero, all of them together, is in the table."
     )
     return _forest(study, law, "difference", "difference of the loss (nats per token)", caption)
 
@@ -65,9 +65,10 @@ def efficiency(study: Study, law: LawFit) -> Figure | None:
     layers = [_rule(canvas, "y", 1.0, y), *_with_spans(canvas, rows, "C", x, y)]
     caption = (
         f"How many times the compute of {firsts[0]} each architecture needs for the same loss, at the budgets of "
-        f"{firsts[0]} whose optimal loss the other reaches. Bars are 95 % intervals; below the line at 1, the other "
-        "architecture needs less. These compare optima measured at the budgets, pair by pair. The conclusions at the "
-        "top compare laws through all budgets, in all pairs and quantities together, and so tell fewer apart."
+        f"{firsts[0]} whose optimal loss the other reaches. Bars are 95 % intervals of each alone; which mean factors "
+        "can be told from 1, all of them together, is in the table. These compare optima measured at the budgets; the "
+        "conclusions at the top compare laws through all budgets, in all pairs and quantities together, and so tell "
+        "fewer apart."
     )
     return canvas.figure("compute-at-equal-loss", law.title, caption, canvas.layer(*layers).properties(**SIZE))
 
