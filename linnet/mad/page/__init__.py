@@ -75,7 +75,7 @@ def recall_lines(records: Records) -> list[str]:
         )
         if len(solved) < len(settings):
             worst = min(settings, key=lambda place: settings[place].score)
-            text += f", and least at {worst}: {points(settings[worst].score)}{units.SPACE}%"
+            text += f"; the lowest accuracy seen is {points(settings[worst].score)}{units.SPACE}%, at {worst}"
         lines.append(f"{text}.")
     return lines
 
