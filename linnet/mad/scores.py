@@ -8,7 +8,7 @@ write_scores(folder, scores)            scores.csv
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -421,12 +421,14 @@ class SeedAgreement:
     """The architectures in the order of their scores, by each of two seeds.
 
     Attributes:
+        scores: seed -> architecture -> score.
         swaps: pairs of architectures that the seeds order differently.
         spearman: rank correlation of the two orders, None below three architectures or where all scores are equal.
     """
 
     seeds: tuple[int, int]
     orders: tuple[tuple[str, ...], tuple[str, ...]]
+    scores: dict[int, dict[str, float]]
     swaps: int
     spearman: float | None
 
@@ -473,6 +475,7 @@ def seed_agreement(results: Sequence[Result]) -> list[SeedAgreement]:
             SeedAgreement(
                 (first, second),
                 (_order(left), _order(right)),
+                {first: left, second: right},
                 sum((left[a] - left[b]) * (right[a] - right[b]) < 0 for a, b in combinations(names, 2)),
                 rank_correlation(left, right),
             )

@@ -30,6 +30,7 @@ def agreement(
     import dataclasses
     import math
 
+    from linnet.mad.page.figures import bare_score
     from linnet.mad.results import read_results
     from linnet.mad.scores import folder_agreement, number_of_results, score, seed_agreement, spreads
 
@@ -50,8 +51,8 @@ def agreement(
         return
     whole = ", ".join(scores.whole) or "none"
     for spread in task_spreads:
-        untold = "" if spread.apart else ", which cannot be told apart"
-        typer.echo(f"{spread.task:<18} {100 * spread.gap:5.1f} points between {spread.best} and {spread.worst}{untold}")
+        ends = f"from {spread.worst} to {spread.best}" if spread.apart else "between scores that cannot be told apart"
+        typer.echo(f"{spread.task:<18} {100 * spread.gap:5.1f} points {ends}")
     good = sum(spread.discriminates for spread in task_spreads)
     if task_spreads:
         typer.echo(f"{good} of {len(task_spreads)} tasks tell two architectures apart by 10 points or more")
@@ -63,8 +64,9 @@ def agreement(
             f"architectures in another order, rank correlation "
             f"{'-' if pair.spearman is None else format(pair.spearman, '.3f')}"
         )
-        for seed, order in zip(pair.seeds, pair.orders, strict=True):
-            typer.echo(f"  seed {seed}: {' > '.join(order)}")
+    for seed, of_seed in {seed: found for pair in seeds for seed, found in pair.scores.items()}.items():
+        shown = ", ".join(f"{name} {bare_score(of_seed[name], scores.metric)}" for name in sorted(of_seed))
+        typer.echo(f"  seed {seed}: {shown}")  # an order by one seed would be a ranking
     if not seeds and task_spreads:
         typer.echo("no agreement of seeds: it needs two architectures with every setting and two seeds; run --seed 0,1")
     if other is not None:

@@ -236,26 +236,19 @@ def finding(series: list[Series]) -> list[str]:
         if all(any("no signal" in reason for reason in fit.transfer.refused) for fit in score.fits.values()):
             sentences.append(f"{escape(score.title)}: no architecture does better than guessing, {guessing}.")
         elif score.chance is not None and best["value"] - score.chance <= 2 * _error(score.chance, best["questions"]):
-            text = (
-                f"no run is two standard errors above guessing, {guessing}; the highest is {score.shown(best['value'])}"
-            )
-            sentences.append(f"{escape(score.title)}: {text}, of {escape(best['architecture'])}.")
+            text = f"no run is two standard errors above guessing, {guessing}"
+            sentences.append(f"{escape(score.title)}: {text}; the highest seen is {score.shown(best['value'])}.")
         else:
             equal = _order(score, [best, *others]).level(best["architecture"])
-            # In the order of the study: one by the values would rank those that are not told apart.
-            place = {name: number for number, name in enumerate(score.fits)}
             level = [run for run in others if run["architecture"] in equal]
-            level.sort(key=lambda run: place[run["architecture"]])
             names = [f"<b>{escape(run['architecture'])}</b> with {score.shown(run['value'])}" for run in (best, *level)]
             guess = f", where guessing gives {guessing}" if score.chance else ""
             best_of = f"the best{' seen' if level else ''} is " if len(last) > 1 else ""  # one run is best of nothing
             text = f"{best_of}{names[0]}{guess}, after {units.flops(best['C'])}"
             if level and len(level) == len(others):
-                first = sum(place[run["architecture"]] < place[best["architecture"]] for run in level)
-                names = [*names[1 : 1 + first], names[0], *names[1 + first :]]
-                text = f"{units.listed(names)} cannot be told apart{guess}"
+                text = f"{units.listed(sorted(names))} cannot be told apart{guess}"  # by the value would be a ranking
             elif level:
-                text += f"; {units.listed(names[1:])} cannot be told apart from it"
+                text += f"; {units.listed(sorted(names[1:]))} cannot be told apart from it"
             sentences.append(f"{escape(score.title)}: {text}.")
     return sentences
 
@@ -263,21 +256,21 @@ def finding(series: list[Series]) -> list[str]:
 def _order(series: Series, runs: list) -> Order:
     """Returns which runs, one of each architecture, are told apart.
 
-    The error of a value is that of a share of so many questions, and that of the architecture's fit, whose residuals of
-    n runs are smaller than their errors by the root of (n - 2) / n and leave Student's t. Without either, nothing tells
-    how far chance moves it.
+    The error of a value is that of the architecture's fit, whose residuals of n runs are smaller than their errors by
+    the root of (n - 2) / n and leave Student's t, and that of a share of so many questions. Without a fit, nothing
+    tells how far another run of the architecture would be: the questions are only those of one run.
     """
     errors = {}
     for run in runs:
-        fit, noise, freedom = series.fits.get(run["architecture"]), 0.0, math.inf
-        if fit is not None and fit.rms_error and fit.law.points > 2:
-            freedom = fit.law.points - 2
-            noise = fit.rms_error * math.sqrt(fit.law.points / freedom)
+        fit = series.fits.get(run["architecture"])
+        if fit is None or not fit.rms_error or fit.law.points <= 2:
+            continue
+        freedom = fit.law.points - 2
+        noise = fit.rms_error * math.sqrt(fit.law.points / freedom)
         if series.chance is not None and math.isfinite(run["questions"]):
             smoothed = (run["value"] * run["questions"] + 1) / (run["questions"] + 2)  # so that all right has an error
             noise = math.hypot(noise, _error(smoothed, run["questions"]))
-        if noise:
-            errors[run["architecture"]] = noise, freedom
+        errors[run["architecture"]] = noise, freedom
     return order_of_means({run["architecture"]: run["value"] for run in runs}, errors, SHOWN)
 
 
