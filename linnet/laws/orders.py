@@ -19,6 +19,7 @@ LEVEL = 0.05
 ENOUGH = 20  # draws of an estimate for an interval
 FEWEST = 6  # items for an interval, or a test: the least p-value of all signs of fewer, 2 / 2 ** items, is above LEVEL
 QUANTITIES = 5  # of a study that share the 5 %: the four of `orders`, together, and speed
+NEAR = 0.14  # of log C: points of two laws that are at one budget
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -206,7 +207,7 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
         "L", loss at the largest compute that all laws reach; "gain", the share that twice this compute takes off; "a"
         and "b", exponents of N_opt and D_opt. They share one limit, of four fifths of the 5 %. An order by the
         gain, which lies beyond the data, also holds for the other form of each law (with or without a constant) if
-        its points allow it.
+        its points allow it. And no order hangs on one budget (see `_without_each`).
     """
     readers: dict[str, tuple[str, Callable]] = {
         "L": ("L", _loss),
@@ -215,9 +216,11 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
         "b": ("D_opt", lambda draws, at: draws[:, 1]),
     }
     tests: dict[str, list[_Test]] = {}
+    laws_of: dict[str, dict[str, Any]] = {}
     for key, (attribute, read) in readers.items():
         laws = {name: getattr(fits[name], attribute) for name in fits}
         laws = {name: law for name, law in laws.items() if law.exponent is not None and not law.refused}
+        laws_of[key] = laws
         at = min((law.c_max for law in laws.values() if law.c_max), default=1.0)
         forms = [laws, {name: _other_form(law) for name, law in laws.items()}] if key == "gain" else [laws]
         tests[key] = [_test_of(form, read, at) for form in forms]
@@ -226,8 +229,41 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
     result = {}
     for key, tested in tests.items():
         every = [_apart(test, limit) for test in tested]
-        result[key] = replace(every[0], apart=frozenset.intersection(*(form.apart for form in every)))
+        apart = frozenset.intersection(*(form.apart for form in every))
+        laws, sign = laws_of[key], 1 if key == "gain" else -1  # a smaller gain is a slope nearer to 0
+        kept = (pair for pair in apart if _without_each(*(laws[name] for name in pair), key == "L") in (sign, None))
+        result[key] = replace(every[0], apart=frozenset(kept))
     return result
+
+
+def _without_each(first: Any, second: Any, level: bool) -> int | None:
+    """Returns the sign of a difference of two laws that stays if any one budget is left out; 0 if there is none.
+
+    An error that all runs of a budget share, such as a poor learning rate, moves the law through few budgets along with
+    it, and the residuals of the law show little of it. So the logs of the points at common budgets are compared: a line
+    through their differences by log C, without each budget in turn, has its value at the largest C (`level`), or its
+    slope, 1.96 standard errors from 0 by the noise of the points alone. None if fewer than three budgets are common, or
+    if the noise is not known.
+    """
+    if any(getattr(law, name, None) is None for law in (first, second) for name in ("seen", "noise")):
+        return None
+    (x, y), (others, values) = first.seen, second.seen
+    near = np.abs(x[:, None] - others).argmin(axis=1)
+    common = np.abs(x - others[near]) < NEAR
+    x, y, others, values = x[common], y[common], others[near][common], values[near][common]
+    if len(np.unique(x)) < 3:
+        return None
+    moved = np.log(second.predict(np.exp(x)) / second.predict(np.exp(others)))  # to the C of the first
+    difference, variance, signs = y - values - moved, first.noise[0] + second.noise[0], set()
+    for left_out in np.unique(x):
+        kept = x != left_out
+        columns = np.stack([np.ones(kept.sum()), x[kept] - x.max()], axis=1)
+        inverse = np.linalg.pinv(columns.T @ columns)
+        place = 0 if level else 1
+        estimate = (inverse @ columns.T @ difference[kept])[place]
+        clear = abs(estimate) > 1.96 * math.sqrt(variance * inverse[place, place])
+        signs.add(int(np.sign(estimate)) if clear else 0)
+    return signs.pop() if len(signs) == 1 else 0
 
 
 def _test_of(laws: Mapping[str, Any], read: Callable, at: float) -> _Test:

@@ -14,6 +14,8 @@ import pytest
 from page_claims import contradictions
 
 from linnet.laws.fit import StudyFit, crossing, fit_study, load_table
+from linnet.laws.fit.law import Law
+from linnet.laws.fit.power import law_through
 from linnet.laws.orders import order, order_of_means, orders, side
 from linnet.report.findings import conclude, findings, plain
 from linnet.report.page import _page
@@ -56,6 +58,29 @@ def test_the_quantities_of_a_study_rank_equal_architectures_in_one_of_twenty_tog
     families = [orders({name: _laws(generator) for name in NAMES}).values() for _ in range(400)]
     ranked = sum(any(quantity.apart for quantity in family) for family in families)
     assert 11 <= ranked <= 28  # four fifths of 5 % is 16; with a limit for each quantity it would be 9
+
+
+def _fit_through(off, worse=0.0, start=0):
+    """Laws through the optima of four budgets: a known surface, noise of 0.1 %, and an error of each budget."""
+    C, generator = np.geomspace(1e10, 1.5e11, 4), np.random.default_rng(start)
+    log = np.log(0.6 + 40 * C**-0.12) + 0.001 * generator.standard_normal(4) + worse + np.array(off)
+    draws = np.exp(log + 0.001 * np.random.default_rng(7).standard_normal((400, 4)))
+    law = law_through("L", C, np.exp(log), irreducible=True, draws=draws, draws_C=np.tile(C, (400, 1)), freedom=24)
+    assert not law.refused
+    none = Law("N_opt", refused=["not fitted"])
+    return SimpleNamespace(L=law, N_opt=none, D_opt=none)
+
+
+def test_one_budget_with_an_error_of_all_its_runs_orders_nothing():
+    """The law goes through the optimum that is off, so its residuals show little of the error."""
+    off = {"a": _fit_through([0] * 4, start=1), "b": _fit_through([0, 0, 0, 0.01], start=2)}
+    bare = {name: SimpleNamespace(**vars(fit) | {"L": replace(fit.L, seen=None)}) for name, fit in off.items()}
+    assert orders(bare)["L"].apart == {("a", "b")}, "which the draws alone tell apart"
+    assert not any(order.apart for order in orders(off).values())
+    worse = {"a": _fit_through([0] * 4, start=1), "b": _fit_through([0] * 4, worse=0.02, start=2)}
+    assert orders(worse)["L"].apart == {("a", "b")}
+    slower = {"a": off["a"], "b": _fit_through([0, 0.02, 0.04, 0.06], start=2)}
+    assert orders(slower)["L"].apart == {("a", "b")}, "a smooth difference is at every budget"
 
 
 def test_a_higher_estimate_is_told_apart_in_any_order_of_the_names():

@@ -92,6 +92,7 @@ class Law(Result):
         support: how well the data support the rival, 0 to 1: an end of an interval moves this share of the way to the
             rival's. Not serialised.
         noise: variance of the log of a point, and its degrees of freedom, if they are known. Not serialised.
+        seen: log C and log value of the fitted points. Not serialised.
         shift: factor by which another curve through the runs moves every value of the law; intervals have both.
     """
 
@@ -113,6 +114,7 @@ class Law(Result):
     support: float = field(default=1.0, repr=False, compare=False)
     by_chance: bool = field(default=False, repr=False, compare=False)
     noise: tuple[float, float] | None = field(default=None, repr=False, compare=False)
+    seen: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False, compare=False)
     shift: float = 1.0
 
     computed = ("parameters", "coefficient_pf_days", "formula", "band")

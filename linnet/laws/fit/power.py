@@ -108,6 +108,7 @@ def law_through(
         law.refused.append("the points show no irreducible loss: the fit is not better than the pure power law")
         return law
     _fill(law, estimate, C, values)
+    law.seen = x, y
     if different == 2:
         law.notes.append("two budgets: a line always fits two points, so the fit cannot be checked")
     if weights is not None:
