@@ -153,15 +153,15 @@ def side(low: float, high: float) -> int:
     return int(low > 0) - int(high < 0) if low < high else 0
 
 
-def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean of values by Student's t; NaN, NaN for fewer than two."""
+def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+    """Returns the interval (of 95 %) of the mean of values by Student's t; NaN, NaN for fewer than two."""
     n = len(values)
     if n < 2:
         return math.nan, math.nan
     from scipy.special import stdtrit  # without it, orders of means need NumPy alone
 
     mean = math.fsum(values) / n
-    half = float(stdtrit(n - 1, 0.975)) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    half = float(stdtrit(n - 1, 1 - level / 2)) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
     return mean - half, mean + half
 
 

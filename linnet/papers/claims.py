@@ -5,8 +5,9 @@
     A within 1 % of B on COLUMN     equal but for a margin
 
 A comparison of two rows is decided by the 95 % interval of the mean difference over seeds, paired by seed (Student's
-t). Records without a seed are exact and compared as they are; those with an interval of their own (fits) are compared
-by the intervals.
+t). A claim of several comparisons holds if each of them does, and does not hold if one does not, so for the latter they
+share the 5 %. Records without a seed are exact and compared as they are; those with an interval of their own (fits) are
+compared by the intervals.
 """
 
 import math
@@ -14,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from linnet.laws.orders import t_interval
+from linnet.laws.orders import LEVEL, t_interval
 
 HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "cannot be told", "not run"
 EVERY = "every row"
@@ -170,7 +171,8 @@ def judge(
     for column in claim.columns:
         if claim.kind == "order":
             pairs = zip(claim.terms, claim.operators, claim.terms[1:], strict=False)
-            findings += [(*_order(a, op, b, column, table, missing), 0.0) for a, op, b in pairs]
+            share = LEVEL / (len(claim.columns) * len(claim.operators))
+            findings += [(*_order(a, op, b, column, table, missing, share), 0.0) for a, op, b in pairs]
         elif claim.kind == "equal":
             findings.append((*_equal(claim, column, table, missing), 0.0))
         else:
@@ -194,14 +196,16 @@ def _joined(reasons: list[str]) -> str:
     return "; ".join(reasons[:MOST]) + more
 
 
-def _order(a, operator: str, b, column: str, table: Table, missing) -> tuple[str, str]:
+def _order(a, operator: str, b, column: str, table: Table, missing, share: float) -> tuple[str, str]:
+    """Returns the finding of one comparison; `share` is the level of a difference of the opposite sign."""
     for term in (a, b):
         if isinstance(term, str) and (term, column) not in table:
             return missing(term, column)
     first, second = (table[t, column] if isinstance(t, str) else Measured({None: t}) for t in (a, b))
     low, high = difference(second, first)
+    below = difference(second, first, share)[1]
     if operator[0] == ">":
-        low, high = -high, -low
+        low, high, below = -high, -low, -difference(second, first, share)[0]
     named = [term if isinstance(term, str) else f"{term:g}" for term in (a, b)]
     said = " - ".join(named[::-1] if operator[0] == "<" else named)
     reason = f"{said} = {_shown(low, high)} ({column})"
@@ -213,7 +217,7 @@ def _order(a, operator: str, b, column: str, table: Table, missing) -> tuple[str
         return UNDECIDED, f"{said} = {high:.4g} in every seed, which gives no interval ({column})"
     if low > 0 or (low >= 0 and operator.endswith("=")):
         return HOLDS, reason
-    if high < 0 or (high <= 0 and not operator.endswith("=")):
+    if below < 0 or (below <= 0 and not operator.endswith("=")):
         return FAILS, reason
     return UNDECIDED, reason
 
@@ -252,8 +256,11 @@ def _printed(claim: Claim, row: str, column: str, table: Table, expected, missin
     return (FAILS if high < -bound or low > bound else UNDECIDED), reason, off
 
 
-def difference(a: Measured, b: Measured) -> tuple[float, float]:
-    """Returns the 95 % interval of a - b. NaN, NaN if one seed, or a fit without an interval, cannot give it."""
+def difference(a: Measured, b: Measured, level: float = LEVEL) -> tuple[float, float]:
+    """Returns the interval of a - b, of 95 %. NaN, NaN if one seed, or a fit without an interval, cannot give it.
+
+    Intervals of fits are of 95 % whatever the level: that of the difference of two is wider than that.
+    """
     if a.unsure or b.unsure:
         return math.nan, math.nan
     if a.interval is not None or b.interval is not None:
@@ -263,9 +270,9 @@ def difference(a: Measured, b: Measured) -> tuple[float, float]:
         return a.mean - b.mean, a.mean - b.mean
     if a.exact or b.exact:
         noisy, fixed, sign = (b, a, -1) if a.exact else (a, b, 1)
-        return t_interval([sign * (value - fixed.mean) for value in noisy.values.values()])
+        return t_interval([sign * (value - fixed.mean) for value in noisy.values.values()], level)
     seeds = [seed for seed in a.values if seed in b.values]
-    return t_interval([a.values[seed] - b.values[seed] for seed in seeds])
+    return t_interval([a.values[seed] - b.values[seed] for seed in seeds], level)
 
 
 def _own_interval(measured: Measured) -> tuple[float, float]:
