@@ -282,6 +282,7 @@ def designs() -> dict[str, Design]:
         "5x9, one diverged": grid(5, 9, diverged=0.5),
         "5x9, cost off by 5 %": grid(5, 9, scatter=0.05),
         "4x4": grid(4, 4),
+        "2x4": grid(2, 4),
         "5x7, noise falls with size": grid(5, 7, tilt=0.5),
         "5x7, Kaplan's form": grid(5, 7, 1.2, surface=Kaplan()),
         "10 runs, 21 checkpoints": Checkpoints(
@@ -330,6 +331,11 @@ def surface(table, resamples: int, seed: int) -> dict:
     return {"L at 3 N": (fit, (N, 60 * N))}
 
 
+def few(table, resamples: int, seed: int) -> dict:
+    fit = fit_parametric(table, bootstrap=resamples, seed=seed)
+    return {"L at C": (fit.L, 1.0), "L in the middle": (fit.L, "middle"), "L at 10 C": (fit.L, 10.0)}
+
+
 def power(table, resamples: int, seed: int) -> dict:
     fit = fit_frontier(table, groups_of(table)[0], bootstrap=resamples, seed=seed)
     return {"alpha": (fit.L, "alpha")}
@@ -366,6 +372,7 @@ METHODS = {
     "isoflop": Method(isoflop, (*GRIDS, "5x9, cost off by 5 %", "demo"), lambda d: d.left),
     "headline": Method(headline, NEW, lambda d: d.left, slow=True),
     "surface": Method(surface, ("16 runs, D / N from 20 to 200",), lambda d: d.runs - 5, slow=True),
+    "surface, few runs": Method(few, ("2x4",), lambda d: d.runs - 5, slow=True),
     "power": Method(power, ("1x5", "1x8"), lambda d: len(d.spread) - 2),
     "parametric": Method(parametric, ("5x5", "5x9"), lambda d: d.runs - 5, slow=True),
     "envelope": Method(envelope, ("9 curves", "13 curves"), lambda d: len(d.sizes) - 3),

@@ -231,7 +231,7 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
         every = [_apart(test, limit) for test in tested]
         apart = frozenset.intersection(*(form.apart for form in every))
         laws, sign = laws_of[key], 1 if key == "gain" else -1  # a smaller gain is a slope nearer to 0
-        kept = (pair for pair in apart if _without_each(*(laws[name] for name in pair), key == "L") in (sign, None))
+        kept = [(low, high) for low, high in apart if _without_each(laws[low], laws[high], key == "L") in (sign, None)]
         result[key] = replace(every[0], apart=frozenset(kept))
     return result
 

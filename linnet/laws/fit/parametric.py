@@ -36,6 +36,9 @@ GRIDS = {
 FEW = 100
 """With fewer rows than this, each resample gives every row a random weight instead of a count. A resample of 25 rows
 lacks nine of them, and its surface is another one: intervals of a were 1.4 times as wide as the estimates scatter."""
+FEWEST = 12
+"""With fewer rows than this, each resample keeps all rows and gives them errors of Student's t. Few residuals of five
+numbers are far smaller than the errors, and random weights make surfaces through other rows of them."""
 MANY = 500
 """With more rows than this, a resample is solved from the optimum only: its own optimum is then always near."""
 SAMPLE = 125
@@ -62,8 +65,8 @@ def fit_parametric(
         table: columns run, N, D, C, loss. Rows of one run (checkpoints) are resampled together.
         starts: "coarse" (675) or "full" (4,500).
         bootstrap: number of resamples of rows or whole runs, or with fewer than `FEW` rows, of exponential weights of
-            the rows (the Bayesian bootstrap of Rubin 1981). Each is solved from the optimum and three other starts, or
-            with many rows from the optimum only.
+            the rows (the Bayesian bootstrap of Rubin 1981), or with fewer than `FEWEST`, of errors. Each is solved from
+            the optimum and three other starts, or with many rows from the optimum only.
         seed: seed of the resampling.
         hold_out: see `linnet.laws.fit.law.threshold`.
         objective: what is minimised, of log or raw losses.
@@ -260,28 +263,34 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     runs = resampling.runs_of(table)
     clusters = runs if resampling.is_clustered(runs) else None
     weighted = clusters is None and len(table) < FEW
+    few = weighted and len(table) < FEWEST
     scheme = "weights of rows" if weighted else "pairs, clustered by run" if clusters is not None else "pairs"
-    fit.bootstrap = Bootstrap(scheme, resamples, 0, seed)
+    fit.bootstrap = Bootstrap("residuals of the surface" if few else scheme, resamples, 0, seed)
     if clusters is not None and (reason := resampling.few_runs(runs)):
         fit.bootstrap.refuse(reason)
         return
-    if weighted:
+    N, D, y = table["N"].to_numpy(float), table["D"].to_numpy(float), np.log(table["loss"].to_numpy(float))
+    count = len(set(runs))
+    freedom = max(count - 5, 1)
+    if few:
+        fitted, counts = np.log(predict(theta, N, D)), np.ones((resamples, len(table)))
+        scale = np.sqrt(((y - fitted) ** 2).sum() / freedom) * resampling.scales(freedom, resamples, seed)
+        y = fitted + scale[:, None] * np.random.default_rng([seed, 1]).normal(size=counts.shape)
+    elif weighted:
         counts = np.random.default_rng(seed).exponential(size=(resamples, len(table)))
     else:
         counts = resampling.draw_counts(resamples, len(table), seed, clusters)
     each = _around(theta)[: 1 if len(table) > MANY else None]
     starts = np.tile(each, (resamples, 1))
-    terms = _terms(table["N"].to_numpy(float), table["D"].to_numpy(float))
-    weights = np.repeat(counts, len(each), axis=0)
-    y = np.log(table["loss"].to_numpy(float))
+    terms, weights = _terms(N, D), np.repeat(counts, len(each), axis=0)
+    y = np.repeat(y, len(each), axis=0) if few else y
     thetas, objectives = solve(terms, starts, y, weights, *fit.minimised, tolerance=1e-9)
     best = objectives.reshape(resamples, len(each)).argmin(axis=1)
     thetas = thetas.reshape(resamples, len(each), 5)[np.arange(resamples), best]
-    # Residuals of n runs are smaller than their errors by the root of (n - 5) / n, and of few runs the noise is unsure.
-    count = len(set(runs))
-    freedom = max(count - 5, 1)
-    student = float(stdtrit(freedom, 0.975) / ndtri(0.975))
-    thetas = theta + (thetas - theta) * np.sqrt(count / freedom) * student
+    if not few:
+        # Residuals of n runs are smaller than their errors by the root of (n - 5) / n, and the noise is unsure.
+        student = float(stdtrit(freedom, 0.975) / ndtri(0.975))
+        thetas = theta + (thetas - theta) * np.sqrt(count / freedom) * student
     # A resample in which a term vanished or changed its direction has no optimum: it gives NaN, not a draw.
     thetas[(thetas[:, 3:] <= 1e-3).any(axis=1) | (np.abs(thetas[:, :3]) > 200).any(axis=1)] = np.nan
     kept, reason = resampling.usable(thetas)
