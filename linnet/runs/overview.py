@@ -32,7 +32,7 @@ _CONDITION = re.compile(r"([\w.+-]+?)\s*(!=|<=|>=|=|<|>)\s*(.*)", re.DOTALL)
 _WRITTEN = re.compile(
     r"config\.yaml|plugins|tokenizer\.json|metrics\.jsonl|progress|checkpoints|result(-\d+)?\.json|error\.txt|errors|"
     r"\.lock|evaluations|chat_template\.jinja|classes\.json|prompts\.json|tensorboard|wandb|bundle\.json|"
-    r"report|samples|\..*\.tmp"
+    r"pictures|report|samples|\..*\.tmp"
 )
 
 

@@ -126,7 +126,7 @@ def test_remove_asks_and_follows_no_link(place):
     (outside / "kept").write_text("")
     (run := Path("runs/a")).joinpath("checkpoints").symlink_to(outside)
     run.joinpath("notes.txt").write_text("mine")
-    for name in ("plugins", "errors", "report", "samples"):  # of an own mixer, several devices, images
+    for name in ("plugins", "errors", "pictures", "report", "samples"):  # of an own mixer, several devices, images
         run.joinpath(name).mkdir()
     RunFolder(run).write_progress(1.0)
     said = call("remove", "runs/a", "runs/c/", code=1, input="n\n")
