@@ -106,7 +106,7 @@ def _page(
     first = [figure for figure in figures[0] if figure.name == "loss-against-compute"]
     parts = [
         f'<p class="lead">{summary(study)}</p>',
-        *(f'<p class="notice">{escape(units.powers(problem))}.</p>' for problem in study.problems),
+        *(f'<p class="notice">{units.prose(problem)}.</p>' for problem in study.problems),
         *(shell.section(figure, command) for figure in first),
         f"<h2>{CONCLUSIONS}</h2>",
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in headlines)}</ul>',

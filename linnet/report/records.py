@@ -133,8 +133,8 @@ class Study:
     def crossings(self) -> list[Crossing]:
         """Where the laws of loss of two architectures meet, in the order of `architectures`."""
         place = {name: index for index, name in enumerate(self.architectures)}
-        found = self.fit.crossings if self.fit is not None else []
-        return sorted(found, key=lambda pair: sorted((place[pair.first], place[pair.second])))
+        pairs = self.fit.crossings if self.fit is not None else []
+        return sorted(pairs, key=lambda pair: sorted((place[pair.first], place[pair.second])))
 
     @property
     def seeds(self) -> list[int]:

@@ -190,7 +190,7 @@ def pairs(values: dict[str, str]) -> str:
 
 def refused(reasons: Iterable[str]) -> str:
     """Returns the content of a cell whose number is refused."""
-    return f'<span class="refused">refused</span><div class="why">{escape(units.powers("; ".join(reasons)))}</div>'
+    return f'<span class="refused">refused</span><div class="why">{units.prose(*reasons)}</div>'
 
 
 class Cell(NamedTuple):

@@ -34,9 +34,7 @@ def law_table(study: Study) -> str:
         sizes = (_law(fit.N_opt, "k", "a", "N", units.count), _law(fit.D_opt, "k", "b", "D", units.count))
         numbers = (units.significant(fit.sizes.a_plus_b), _held_out(fit.held_out))
         rows.append((shell.swatch(study.architectures, name), loss, *sizes, *numbers))
-    note = (
-        f'<p class="fine below">The same with an irreducible constant is refused: {escape(units.powers(common))}.</p>'
-    )
+    note = f'<p class="fine below">The same with an irreducible constant is refused: {units.prose(common)}.</p>'
     return shell.table("laws", columns, rows) + (note if common else "")
 
 
@@ -78,7 +76,7 @@ def refused_table(study: Study) -> str:
     for name, fit in study.fits.items():
         for group in fit.isoflop.groups if fit.isoflop is not None else ():
             if not group.inside:
-                reason = escape(units.powers("; ".join(group.refused)))
+                reason = units.prose(*group.refused)
                 rows.append((shell.swatch(study.architectures, name), units.flops(group.at), len(group.N), reason))
     return shell.table("refused-optima", ("*Architecture", "#Budget", "#Runs", "?Reason"), rows)
 
@@ -105,7 +103,7 @@ def crossing_table(study: Study) -> str:
             place = "they do not meet" if crossing.other_C is None else "outside the data,"
             place = units.scientific(crossing.other_C) if crossing.other_inside else place
             other = f"{place} {FORMS[crossing.other_form]}"
-        rows.append((names, at, span, other, escape(units.powers("; ".join(crossing.refused)))))
+        rows.append((names, at, span, other, units.prose(*crossing.refused)))
     columns = ("*Laws of", "Meet at C (FLOPs)", "95 %", "In the other form", "?Why there is no crossing or no interval")
     return shell.table("crossings", columns, rows)
 
@@ -174,7 +172,7 @@ def excluded_table(study: Study) -> str:
     rows = []
     for row in study.fit.excluded if study.fit is not None else ():
         name = shell.swatch(study.architectures, row["architecture"])
-        rows.append((escape(row["run"]), name, units.loss(row["loss"]), escape(units.powers(row["reason"]))))
+        rows.append((escape(row["run"]), name, units.loss(row["loss"]), units.prose(row["reason"])))
     return shell.table("excluded", ("Run", "Architecture", "#Loss", "?Reason"), rows)
 
 
@@ -185,7 +183,7 @@ def convention_table(study: Study) -> str:
         for index, convention in enumerate(fit.conventions):
             count = "without embeddings" if convention.count == "non-embedding" else "with embeddings"
             numbers = [units.significant(value) for value in (convention.alpha, convention.a, convention.b)]
-            reason = escape(units.powers("; ".join(convention.refused)))
+            reason = units.prose(*convention.refused)
             any_refused = any_refused or bool(reason)
             first = shell.swatch(study.architectures, name) if index == 0 else ""
             rows.append((first, count, FLOPS[convention.flops], *numbers, reason))
@@ -284,7 +282,7 @@ def _other_form(fit: ArchitectureFit) -> str:
         values = f"at {units.scientific(at, 2)}: {both}"
         return f'<div class="fine">or {_formula(fit.other_L)}</div><div class="fine">{values}</div>'
     if fit.L_irreducible.refused:
-        reasons = escape(units.powers("; ".join(fit.L_irreducible.refused)))
+        reasons = units.prose(*fit.L_irreducible.refused)
         return f'<div class="why">with a constant: refused, {reasons}</div>'
     return ""
 
@@ -306,7 +304,7 @@ def _held_out(test) -> str:
     if test is None:
         return units.MISSING
     if test.refused:
-        return f'<div class="why">{escape(units.powers("; ".join(test.refused)))}</div>'
+        return f'<div class="why">{units.prose(*test.refused)}</div>'
     fine = (
         f"at most {units.percent(test.max_error)}, {units.plural(test.tested, 'point')}",
         f"above {units.scientific(test.c_max, 2)} FLOPs",

@@ -42,8 +42,13 @@ def powers(text: str) -> str:
     return _POWER.sub(lambda match: scientific(float(match[0]), 4), text)
 
 
+def prose(*texts: str) -> str:
+    """Returns reasons or notes as HTML, with their numbers as `powers` writes them."""
+    return escape(powers("; ".join(texts)))
+
+
 def p_value(p: float) -> str:
-    """A p-value of a bootstrap in two digits, and none below 0.001, where resamples do not reach."""
+    """A p-value in two digits; <0.001 below that, where resamples do not reach."""
     return "<0.001" if p < 1e-3 else f"{p:.2g}"
 
 

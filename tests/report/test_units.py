@@ -79,6 +79,7 @@ def test_numbers_in_reasons_are_written_as_on_the_page():
     assert (
         units.powers("a-1e+10 at 2.5e+10 FLOPs, p = 1.1e-07, x1e+3") == "a-1e+10 at 2.5×10¹⁰ FLOPs, p = 1.1×10⁻⁷, x1e+3"
     )
+    assert units.prose("a <b> at 1e+10", "c") == "a &lt;b&gt; at 10¹⁰; c"
     assert [units.p_value(p) for p in (0.26, 0.0011, 2e-51)] == ["0.26", "0.0011", "<0.001"]
     assert [units.p_equals(p) for p in (0.26, 2e-51)] == ["p = 0.26", "p < 0.001"]
 

@@ -322,8 +322,7 @@ def parts(study: Study, sections: list[Section], unsupported: dict[str, list[str
         html.append(_numbers(law))
     if unsupported:
         rows = "".join(
-            f"<li>{escape(name)}: {escape(units.powers('; '.join(dict.fromkeys(reasons))))}</li>"
-            for name, reasons in unsupported.items()
+            f"<li>{escape(name)}: {units.prose(*dict.fromkeys(reasons))}</li>" for name, reasons in unsupported.items()
         )
         title = f"{units.plural(len(unsupported), 'law')} that this table does not support"
         html.append(f"<details><summary>{title}</summary><ul>{rows}</ul></details>")
@@ -337,8 +336,8 @@ def _numbers(law: LawFit) -> str:
         value = "refused" if estimate.value is None else _number(estimate.value)
         ends = "" if estimate.interval is None else " to ".join(map(_number, estimate.interval))
         p = "" if estimate.p is None else escape(units.p_value(estimate.p))
-        words = escape(units.powers(estimate.refused or estimate.note))
-        about = (escape(units.powers(text)) for text in (estimate.name, estimate.of))
+        words = units.prose(estimate.refused or estimate.note)
+        about = (units.prose(text) for text in (estimate.name, estimate.of))
         rows.append((*about, value, ends, p, words))
     lines = [f"{test.name}: {_p(test)}; {test.conclusion}" for test in law.tests]
     for test in law.predictions:
@@ -348,7 +347,7 @@ def _numbers(law: LawFit) -> str:
     lines += [law.source, f"Intervals: {law.scheme}", *law.notes]
     if sum(estimate.p is not None for estimate in law.estimates) > 1:
         lines.append("p-values of several pairs are adjusted together by Holm's method")
-    listed = "".join(f"<li>{escape(units.powers(line))}</li>" for line in lines)
+    listed = "".join(f"<li>{units.prose(line)}</li>" for line in lines)
     equation = f"<p><code>{escape(law.equation)}</code></p>"
     table = shell.table(f"law-{law.law}", ("*Number", "Of", "#Value", "#95 %", "#p", "?Result"), rows)
     body = f"{equation}{table}<ul>{listed}</ul>"
