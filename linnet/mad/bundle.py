@@ -168,7 +168,7 @@ def finish(folders: Iterable[RunFolder]) -> None:
 
 DONE, DIVERGED = "done", "diverged"
 PATIENCE = 5.0  # a bundle that is asked to stop this many seconds into an epoch, or later, does not finish the epoch
-TELL = 10.0  # seconds of an epoch after which the folders of its runs say how far they are
+INTERVAL = 10.0  # seconds of an epoch after which the folders of its runs say how far they are
 # Keys of a run's configuration that must be equal in a bundle; a missing key differs from every value.
 SHAPE = "architecture model layers autoencoder answers input_length train_samples held_out epochs batch_size training"
 PADDED = 1024  # models of at most as many tokens may be padded; larger heads would cost more than a bundle saves
@@ -278,16 +278,16 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     records: list[Record] = []  # truncated once an epoch has fit into memory: halves may resume from them
     for epoch in range(begin, epochs):
         losses, began = torch.zeros(len(runs), device=device), time.monotonic()
-        told, read = began, 0
+        written, seen = began, 0  # time of the last progress; samples of this epoch
         for rows in _batches(runs, epoch, samples, batch_size, device):
             losses += ensemble.step(*data["train"].take(rows)) * rows.shape[-1] / samples
-            read += rows.shape[-1]
+            seen += rows.shape[-1]
             if stop.signal is not None and time.monotonic() - began > PATIENCE:
                 stop.end()
-            if time.monotonic() - told > TELL:
-                told = time.monotonic()
+            if time.monotonic() - written > INTERVAL:
+                written = time.monotonic()
                 for folder, cost in zip(folders, flops, strict=True):
-                    folder.write_progress(cost * (epoch + read / samples) / epochs)
+                    folder.write_progress(cost * (epoch + seen / samples) / epochs)
         factor = 1.0 if form.constant else cosine(epoch, epochs)
         records = records or [folder.record(keep=begin) for folder in folders]
         for record, loss, cost in zip(records, losses.tolist(), flops, strict=True):

@@ -282,8 +282,8 @@ def make_rungs(
     """
     rungs, wrong = [], []
     for architecture in architectures:
-        own = architecture.sizes or sizes or []
-        for size in own:
+        ladder = architecture.sizes or sizes or []
+        for size in ladder:
             try:
                 model = make_model(architecture, size, base)
                 if base.seq_len is not None:
@@ -293,7 +293,7 @@ def make_rungs(
                     model = model.model_copy(update={"init_std": init_std.at(rule_width(model))})
                 rungs.append((architecture, size, model))
             except ValueError as error:
-                wrong += [(architecture.name, size.label_among(own), line) for line in _lines(error)]
+                wrong += [(architecture.name, size.label_among(ladder), line) for line in _lines(error)]
     problems += _by_architecture(wrong)
     return rungs
 

@@ -113,10 +113,10 @@ def test_a_mixer_of_a_file_is_counted_as_train_makes_it(tmp_path):
     mixer = "examples/my_mixer.py:MyMixer"
     shown = CliRunner().invoke(app, ["models", "tnl-10m", "--mixer", mixer, "--json"])
     rows = {row["name"]: row for row in json.loads(shown.stdout)}
-    own = rows["my_mixer"]
+    row = rows["my_mixer"]
     assert set(rows) == {"tnl-10m", "my_mixer"}
-    assert (own["layout"], own["d_model"]) == ("my_mixer+swiglu x6", 256)
-    assert own["params_non_embedding"] == 6 * (5 * 256**2 + 4 * 256 + 4 + 3 * 256 * 688 + 2 * 256) + 256
+    assert (row["layout"], row["d_model"]) == ("my_mixer+swiglu x6", 256)
+    assert row["params_non_embedding"] == 6 * (5 * 256**2 + 4 * 256 + 4 + 3 * 256 * 688 + 2 * 256) + 256
     (tmp_path / "wrong.py").write_text("")
     refused = CliRunner().invoke(app, ["models", "--mixer", f"{tmp_path}/wrong.py:X", "--mixer", "gone.py:Y"])
     assert refused.exit_code == 2 and "has no X" in refused.stderr and "gone.py does not exist" in refused.stderr

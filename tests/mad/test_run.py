@@ -89,19 +89,19 @@ def test_every_run_is_trained_once_and_scored(models, tmp_path):
 
 
 def test_a_long_epoch_says_how_far_it_is(models, tmp_path, monkeypatch):
-    told, write = [], RunFolder.write_progress
+    flops_written, write = [], RunFolder.write_progress
 
     def spy(folder, flops):
         write(folder, flops)
-        told.append(folder.flops_so_far())
+        flops_written.append(folder.flops_so_far())
 
     monkeypatch.setattr(RunFolder, "write_progress", spy)
-    monkeypatch.setattr(bundle, "TELL", -1.0)
+    monkeypatch.setattr(bundle, "INTERVAL", -1.0)
     settings = {"tasks": ["memorization"], "bundle": 1, "executor": ExecutorConfig(kind="inline")}
     go(models, tmp_path, **settings)
     [flops] = {run.flops for run in mad_runs(models, "smoke", tasks=["memorization"])}
     shares = [0, 0.2, 0.4, 0.5, 0.7, 0.9, 1]  # batches of 16, 16 and 8 of 40 samples, twice
-    assert told == pytest.approx([share * flops for share in shares] * 4)
+    assert flops_written == pytest.approx([share * flops for share in shares] * 4)
     assert not list(tmp_path.rglob("progress"))
 
 

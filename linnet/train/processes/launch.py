@@ -110,9 +110,9 @@ def launch(
     errors: list[BaseException] = []
     with temporary_folder("linnet-launch-") as folder:
         threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
-        given = dict(environment or {})
-        chosen = THREADS in given or THREADS in os.environ
-        variables = given if chosen else dict.fromkeys((THREADS, SHARE), str(threads)) | given
+        variables = dict(environment or {})
+        if THREADS not in variables and THREADS not in os.environ:
+            variables |= dict.fromkeys((THREADS, SHARE), str(threads))
         if sys.platform in LOOPBACK:  # all ranks are on this machine, whatever its name resolves to
             variables["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
         variables = {key: value for key, value in variables.items() if key not in os.environ} | {
