@@ -55,7 +55,7 @@
 
   async function draw() {
     const mine = ++turn;
-    const drawn = [];
+    views = [];
     for (const figure of document.querySelectorAll(".figure")) {
       try {
         let embedded = await embed(figure);
@@ -69,13 +69,12 @@
         if (mine !== turn) return;
         embedded.view.addEventListener("click", (event, item) => item && item.datum && show(item.datum.run));
         embedded.view.signal("focus", focus).run();
-        drawn.push(embedded.view);
+        views.push(embedded.view);
       } catch (error) {
         figure.textContent = "This figure could not be drawn here (" + error.message + "); its PNG and SVG files are beside this page.";
         console.error(error);
       }
     }
-    views = drawn;
     mark();
     document.body.dataset.drawn = views.length;
   }

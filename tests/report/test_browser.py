@@ -81,6 +81,32 @@ const timer = setInterval(() => {
 """
 
 
+# Brings tnl forward while a resize draws the second figure again, and writes the opacities of lines in the first one.
+EARLY = """
+<script>
+const figures = document.querySelectorAll(".figure");
+const timer = setInterval(() => {
+  if (document.body.dataset.drawn === undefined) return;
+  clearInterval(timer);
+  new MutationObserver((changes, observer) => {
+    if (!figures[1].querySelector("svg.marks")) return;
+    observer.disconnect();
+    document.querySelector('.key button[data-name="tnl"]').click();
+  }).observe(figures[1], { childList: true, subtree: true });
+  window.innerWidth -= 1;
+  window.dispatchEvent(new Event("resize"));
+  setTimeout(() => {
+    const lines = [...figures[0].querySelectorAll(".mark-line.role-mark path")];
+    const report = document.createElement("pre");
+    report.id = "probe";
+    report.textContent = JSON.stringify(lines.map((line) => Number(line.getAttribute("stroke-opacity"))));
+    document.body.append(report);
+  }, 3000);
+}, 50);
+</script>
+"""
+
+
 @pytest.fixture(scope="module")
 def browsed(ladder, tmp_path_factory):
     """What the probe saw, and what the browser logged."""
@@ -128,6 +154,11 @@ def test_on_a_telephone_figures_fit_and_wide_tables_show_that_they_scroll(narrow
     assert all("Scroll sideways" in box["sign"] and box["tab"] == 0 for box in wide.values()), wide
     assert wide["laws"]["region"] == "The laws" and wide["runs"]["region"] == "All runs"
     assert all("Scroll" not in box["sign"] for box in narrow["boxes"] if box["name"] not in wide)
+
+
+def test_an_architecture_that_is_brought_forward_early_is_so_in_all_figures(ladder, tmp_path_factory):
+    opacities, _ = browse(ladder[1], EARLY, tmp_path_factory)
+    assert 0 < sum(opacity < 0.5 for opacity in opacities) < len(opacities), opacities
 
 
 def test_figures_have_a_text_for_readers_who_do_not_see_them(narrow):
