@@ -71,6 +71,7 @@
         embedded.view.signal("focus", focus).run();
         views.push(embedded.view);
       } catch (error) {
+        if (mine !== turn) return;
         figure.textContent = "This figure could not be drawn here (" + error.message + "); its PNG and SVG files are beside this page.";
         console.error(error);
       }

@@ -107,6 +107,28 @@ const timer = setInterval(() => {
 """
 
 
+# Draws again twice. The first time, a figure fails after the second time has drawn it. Writes what figures contain.
+LATE = """
+<script>
+const timer = setInterval(async () => {
+  if (document.body.dataset.drawn === undefined) return;
+  clearInterval(timer);
+  const pause = (time) => new Promise((resolve) => setTimeout(resolve, time));
+  const embed = window.vegaEmbed;
+  const resize = () => (window.innerWidth -= 1, window.dispatchEvent(new Event("resize")));
+  window.vegaEmbed = () => pause(2000).then(() => { throw new Error("late"); });
+  resize(); await pause(500);
+  window.vegaEmbed = embed;
+  resize(); await pause(4000);
+  const report = document.createElement("pre");
+  report.id = "probe";
+  report.textContent = JSON.stringify([...document.querySelectorAll(".figure")].map((figure) => figure.textContent));
+  document.body.append(report);
+}, 50);
+</script>
+"""
+
+
 @pytest.fixture(scope="module")
 def browsed(ladder, tmp_path_factory):
     """What the probe saw, and what the browser logged."""
@@ -159,6 +181,11 @@ def test_on_a_telephone_figures_fit_and_wide_tables_show_that_they_scroll(narrow
 def test_an_architecture_that_is_brought_forward_early_is_so_in_all_figures(ladder, tmp_path_factory):
     opacities, _ = browse(ladder[1], EARLY, tmp_path_factory)
     assert 0 < sum(opacity < 0.5 for opacity in opacities) < len(opacities), opacities
+
+
+def test_a_drawing_that_a_later_one_replaced_leaves_no_error(ladder, tmp_path_factory):
+    texts, _ = browse(ladder[1], LATE, tmp_path_factory)
+    assert texts[0] and not any("could not be drawn" in text for text in texts)
 
 
 def test_figures_have_a_text_for_readers_who_do_not_see_them(narrow):
