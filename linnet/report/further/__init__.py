@@ -339,7 +339,7 @@ def _numbers(law: LawFit) -> str:
         words = units.prose(estimate.refused or estimate.note)
         about = (units.prose(text) for text in (estimate.name, estimate.of))
         rows.append((*about, value, ends, p, words))
-    lines = [f"{test.name}: {_p(test)}; {test.conclusion}" for test in law.tests]
+    lines = [f"{test.name}: {units.p_equals(test.p, test.p_bootstrap)}; {test.conclusion}" for test in law.tests]
     for test in law.predictions:
         points = units.plural(test.tested, "held-out point")
         error = test.refused or f"mean error {units.percent(test.mean_error or 0.0)} on {points}"
@@ -352,11 +352,6 @@ def _numbers(law: LawFit) -> str:
     table = shell.table(f"law-{law.law}", ("*Number", "Of", "#Value", "#95 %", "#p", "?Result"), rows)
     body = f"{equation}{table}<ul>{listed}</ul>"
     return f"<details><summary>{escape(law.title)}: numbers, tests and notes</summary>{body}</details>"
-
-
-def _p(test) -> str:
-    bootstrap = "" if test.p_bootstrap is None else f" ({units.p_value(test.p_bootstrap)} by bootstrap)"
-    return units.p_equals(test.p) + bootstrap
 
 
 def _number(value: float) -> str:
