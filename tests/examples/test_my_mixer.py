@@ -97,9 +97,10 @@ def test_a_study_takes_it_by_its_file(tmp_path):
 def test_what_the_docs_show_of_it_is_so(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs" / "mixers.md").read_text(), re.MULTILINE | re.DOTALL)
-    drops, costs, _, hf = (code for language, code in blocks if language == "python")
+    drops, positions, costs, _, hf = (code for language, code in blocks if language == "python")
     assert "load_plugin(" in hf  # of a folder that is not there
     exec(drops, {})
+    exec(positions, {})
     exec(costs, {})
     assert capsys.readouterr().out.split()
     layout, parallel, expanded, delta, rwkv, mamba, filters, images, _, file = (
