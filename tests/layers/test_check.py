@@ -89,8 +89,8 @@ MISTAKES = {
     "not_finite": [(OUT, "s = s.log()\n        " + OUT, "y .*not finite")],
     "gradient_in_float32": [(OUT, "s = (s.detach() * 2 - s).float()\n        " + OUT, "gradient of x .*backward")],
     "gradient_of_a_small_parameter": [  # in float32 no difference of outputs shows it
-        (INIT, small(1e-6), ""),
         (OUT, "s = s * (1 - self.small + 2 * self.small.detach())\n        " + OUT, "gradient of small .*float64"),
+        (INIT, small(1e-6), ""),
     ],
     "ignores_state_alone": [
         (STATE, "True else 0", " another y "),
