@@ -9,7 +9,7 @@ family of twenty.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 from statistics import NormalDist
 from typing import Any
 
@@ -231,38 +231,36 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
         every = [_apart(test, limit) for test in tested]
         apart = frozenset.intersection(*(form.apart for form in every))
         laws, sign = laws_of[key], 1 if key == "gain" else -1  # a smaller gain is a slope nearer to 0
-        kept = [(low, high) for low, high in apart if _without_each(laws[low], laws[high], key == "L") in (sign, None)]
+        place = every[0].at if key == "L" else None
+        kept = [(low, high) for low, high in apart if _without_each(laws[low], laws[high], place) in (sign, None)]
         result[key] = replace(every[0], apart=frozenset(kept))
     return result
 
 
-def _without_each(first: Any, second: Any, level: bool) -> int | None:
+def _without_each(first: Any, second: Any, at: float | None) -> int | None:
     """Returns the sign of a difference of two laws that stays if any one budget is left out; 0 if there is none.
 
     An error that all runs of a budget share, such as a poor learning rate, moves the law through few budgets along with
-    it, and the residuals of the law show little of it. So the logs of the points at common budgets are compared: a line
-    through their differences by log C, without each budget in turn, has its value at the largest C (`level`), or its
-    slope, 1.96 standard errors from 0 by the noise of the points alone. None if fewer than three budgets are common, or
-    if the noise is not known.
+    it, and the residuals of the law show little of it. So the points of both are divided by one of the laws, either of
+    them: lines through their logs by log C, without each budget in turn, differ at `at`, or without it in slope, by
+    1.96 standard errors of the noise of the points alone. None if a law has fewer than three budgets, or if the noise
+    is not known.
     """
     if any(getattr(law, name, None) is None for law in (first, second) for name in ("seen", "noise")):
         return None
-    (x, y), (others, values) = first.seen, second.seen
-    near = np.abs(x[:, None] - others).argmin(axis=1)
-    common = np.abs(x - others[near]) < NEAR
-    x, y, others, values = x[common], y[common], others[near][common], values[near][common]
-    if len(np.unique(x)) < 3:
-        return None
-    moved = np.log(second.predict(np.exp(x)) / second.predict(np.exp(others)))  # to the C of the first
-    difference, variance, signs = y - values - moved, first.noise[0] + second.noise[0], set()
-    for left_out in np.unique(x):
-        kept = x != left_out
-        columns = np.stack([np.ones(kept.sum()), x[kept] - x.max()], axis=1)
-        inverse = np.linalg.pinv(columns.T @ columns)
-        place = 0 if level else 1
-        estimate = (inverse @ columns.T @ difference[kept])[place]
-        clear = abs(estimate) > 1.96 * math.sqrt(variance * inverse[place, place])
-        signs.add(int(np.sign(estimate)) if clear else 0)
+    signs = set()
+    for base, left_out in product((first, second), np.concatenate([first.seen[0], second.seen[0]])):
+        difference = variance = 0.0
+        for law, factor in ((first, 1), (second, -1)):
+            x, y = (part[np.abs(law.seen[0] - left_out) >= NEAR] for part in law.seen)
+            if not len(x) or np.ptp(x) < NEAR:
+                return None
+            columns = np.stack([np.ones_like(x), x - math.log(at or 1.0)], axis=1)
+            inverse, place = np.linalg.inv(columns.T @ columns), int(at is None)
+            estimates = inverse @ columns.T @ (y - np.log(base.predict(np.exp(x))))
+            difference += factor * estimates[place]
+            variance += law.noise[0] * inverse[place, place]
+        signs.add(int(np.sign(difference)) if abs(difference) > 1.96 * math.sqrt(variance) else 0)
     return signs.pop() if len(signs) == 1 else 0
 
 

@@ -60,27 +60,55 @@ def test_the_quantities_of_a_study_rank_equal_architectures_in_one_of_twenty_tog
     assert 11 <= ranked <= 28  # four fifths of 5 % is 16; with a limit for each quantity it would be 9
 
 
-def _fit_through(off, worse=0.0, start=0):
-    """Laws through the optima of four budgets: a known surface, noise of 0.1 %, and an error of each budget."""
-    C, generator = np.geomspace(1e10, 1.5e11, 4), np.random.default_rng(start)
-    log = np.log(0.6 + 40 * C**-0.12) + 0.001 * generator.standard_normal(4) + worse + np.array(off)
-    draws = np.exp(log + 0.001 * np.random.default_rng(7).standard_normal((400, 4)))
+BUDGETS = np.geomspace(1e10, 1.5e11, 6)
+FOUR = np.geomspace(1e10, 1.5e11, 4)
+
+
+def _fit_through(off, worse=0.0, start=0, C=FOUR):
+    """Laws through the optima of budgets: a known surface, noise of 0.1 %, and an error of each budget."""
+    generator = np.random.default_rng(start)
+    log = np.log(0.6 + 40 * C**-0.12) + 0.001 * generator.standard_normal(len(C)) + worse + np.array(off)
+    draws = np.exp(log + 0.001 * np.random.default_rng(7).standard_normal((400, len(C))))
     law = law_through("L", C, np.exp(log), irreducible=True, draws=draws, draws_C=np.tile(C, (400, 1)), freedom=24)
     assert not law.refused
     none = Law("N_opt", refused=["not fitted"])
     return SimpleNamespace(L=law, N_opt=none, D_opt=none)
 
 
+def _bare(fits):
+    """The same laws without their points: their draws alone tell them apart."""
+    return {name: SimpleNamespace(**vars(fit) | {"L": replace(fit.L, seen=None)}) for name, fit in fits.items()}
+
+
 def test_one_budget_with_an_error_of_all_its_runs_orders_nothing():
     """The law goes through the optimum that is off, so its residuals show little of the error."""
     off = {"a": _fit_through([0] * 4, start=1), "b": _fit_through([0, 0, 0, 0.01], start=2)}
-    bare = {name: SimpleNamespace(**vars(fit) | {"L": replace(fit.L, seen=None)}) for name, fit in off.items()}
-    assert orders(bare)["L"].apart == {("a", "b")}, "which the draws alone tell apart"
+    assert orders(_bare(off))["L"].apart == {("a", "b")}, "which the draws alone tell apart"
     assert not any(order.apart for order in orders(off).values())
     worse = {"a": _fit_through([0] * 4, start=1), "b": _fit_through([0] * 4, worse=0.02, start=2)}
     assert orders(worse)["L"].apart == {("a", "b")}
     slower = {"a": off["a"], "b": _fit_through([0, 0.02, 0.04, 0.06], start=2)}
     assert orders(slower)["L"].apart == {("a", "b")}, "a smooth difference is at every budget"
+
+
+@pytest.mark.parametrize("other", [BUDGETS[[0, 1, 4, 5]], BUDGETS[[0, 2, 3, 5]] * 1.5, np.geomspace(1e9, 4e12, 8)])
+def test_laws_of_other_budgets_hang_on_no_budget_either(other):
+    """Two of four budgets in common, none, and twice as many over more compute."""
+    C = BUDGETS[[0, 2, 3, 5]]
+    first = _fit_through([0, 0, 0, 0.01], start=1, C=C)
+    off = {"a": first, "b": _fit_through(0, start=2, C=other)}
+    assert orders(_bare(off))["L"].apart == {("b", "a")}
+    assert not any(order.apart for order in orders(off).values())
+    worse = {"a": _fit_through(0, start=1, C=C), "b": _fit_through(0, worse=0.02, start=2, C=other)}
+    assert orders(worse)["L"].apart == {("a", "b")}
+
+
+def test_seeds_of_one_budget_are_left_out_together():
+    """Three runs of a budget, 1 % apart in C, share the error."""
+    C = np.repeat(FOUR, 3) * np.tile([0.99, 1, 1.01], 4)
+    off = {"a": _fit_through(0, start=1, C=C), "b": _fit_through(9 * [0] + 3 * [0.01], start=2, C=C)}
+    assert orders(_bare(off))["L"].apart == {("a", "b")}
+    assert not any(order.apart for order in orders(off).values())
 
 
 def test_a_higher_estimate_is_told_apart_in_any_order_of_the_names():
