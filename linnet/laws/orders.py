@@ -19,6 +19,7 @@ LEVEL = 0.05
 ENOUGH = 20  # draws of an estimate for an interval
 FEWEST = 6  # items for an interval, or a test: the least p-value of all signs of fewer, 2 / 2 ** items, is above LEVEL
 QUANTITIES = 5  # of a study that share the 5 %: the four of `orders`, together, and speed
+ROUNDING = 1e-9  # largest range of equal values, as a share of the largest
 NEAR = 0.14  # of log C: points of two laws that are at one budget
 
 
@@ -154,26 +155,34 @@ def side(low: float, high: float) -> int:
 
 
 def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
-    """Returns the interval (of 95 %) of the mean of values by Student's t; NaN, NaN for fewer than two."""
-    n = len(values)
-    if n < 2:
+    """Returns the interval (of 95 %) of the mean of values by Student's t; NaN, NaN for fewer than two.
+
+    It has no width if the values differ by rounding alone, which tells nothing of their noise.
+    """
+    if len(values) < 2:
         return math.nan, math.nan
     from scipy.special import stdtrit  # without it, orders of means need NumPy alone
 
-    mean = math.fsum(values) / n
-    half = float(stdtrit(n - 1, 1 - level / 2)) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    mean, error = _mean(values)
+    half = float(stdtrit(len(values) - 1, 1 - level / 2)) * error
     return mean - half, mean + half
 
 
 def t_test(values: Sequence[float]) -> float | None:
     """Returns the p-value of a mean of 0 of values by Student's t; None for fewer than two, or if all are equal."""
-    n, mean = len(values), math.fsum(values) / max(len(values), 1)
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    if n < 2 or not squares:
+    if len(values) < 2 or not (mean_error := _mean(values))[1]:
         return None
     from scipy.special import stdtr  # see t_interval
 
-    return 2 * float(stdtr(n - 1, -abs(mean) / math.sqrt(squares / (n - 1) / n)))
+    return 2 * float(stdtr(len(values) - 1, -abs(mean_error[0]) / mean_error[1]))
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of two values or more and its standard error, 0 if they differ by rounding alone."""
+    n, mean = len(values), math.fsum(values) / len(values)
+    if max(values) - min(values) <= ROUNDING * max(map(abs, values)):
+        return mean, 0.0
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
 
 def percentile_interval(drawn: np.ndarray, n: int) -> tuple[float, float] | None:

@@ -16,7 +16,7 @@ from page_claims import contradictions
 from linnet.laws.fit import StudyFit, crossing, fit_study, load_table
 from linnet.laws.fit.law import Law
 from linnet.laws.fit.power import law_through
-from linnet.laws.orders import order, order_of_means, orders, side
+from linnet.laws.orders import order, order_of_means, orders, side, t_interval, t_test
 from linnet.report.findings import conclude, findings, plain
 from linnet.report.page import _page
 from linnet.report.records import Study, check_table
@@ -109,6 +109,12 @@ def test_seeds_of_one_budget_are_left_out_together():
     off = {"a": _fit_through(0, start=1, C=C), "b": _fit_through(9 * [0] + 3 * [0.01], start=2, C=C)}
     assert orders(_bare(off))["L"].apart == {("a", "b")}
     assert not any(order.apart for order in orders(off).values())
+
+
+def test_equal_values_but_for_rounding_show_no_noise():
+    pairs = [0.9 - 0.8, 0.8 - 0.7, 0.7 - 0.6]
+    low, high = t_interval(pairs)
+    assert max(pairs) > min(pairs) and t_test(pairs) is None and low == high == pytest.approx(0.1)
 
 
 def test_a_higher_estimate_is_told_apart_in_any_order_of_the_names():
