@@ -168,19 +168,20 @@ def judge(
     if claim.kind == "untested":
         return Verdict(claim.text, NOT_RUN, claim.untested)
     findings: list[tuple[str, str, float]] = []
+    rows = claim.rows or printed_rows
+    share = LEVEL / len(claim.columns) / max(1, len(rows if claim.kind == "printed" else claim.operators))
     for column in claim.columns:
         if claim.kind == "order":
             pairs = zip(claim.terms, claim.operators, claim.terms[1:], strict=False)
-            share = LEVEL / (len(claim.columns) * len(claim.operators))
             findings += [(*_order(a, op, b, column, table, missing, share), 0.0) for a, op, b in pairs]
         elif claim.kind == "equal":
-            findings.append((*_equal(claim, column, table, missing), 0.0))
+            findings.append((*_equal(claim, column, table, missing, share), 0.0))
         else:
-            for row in claim.rows or printed_rows:
+            for row in rows:
                 if (cell := text(row, column)) is not None:
                     findings.append((UNDECIDED, f"{row}: {cell!r} is printed, which is not a number ({column})", 0.0))
                 elif claim.rows or expected(row, column) is not None:
-                    findings.append(_printed(claim, row, column, table, expected, missing, wrong))
+                    findings.append(_printed(claim, row, column, table, expected, missing, wrong, share))
     if not findings:
         return Verdict(claim.text, NOT_RUN, "no row of it has a printed number")
     for verdict in (FAILS, NOT_RUN, UNDECIDED, HOLDS):
@@ -222,28 +223,32 @@ def _order(a, operator: str, b, column: str, table: Table, missing, share: float
     return UNDECIDED, reason
 
 
-def _equal(claim: Claim, column: str, table: Table, missing) -> tuple[str, str]:
+def _equal(claim: Claim, column: str, table: Table, missing, share: float) -> tuple[str, str]:
     a, b = claim.rows
     for row in (a, b):
         if (row, column) not in table:
             return missing(row, column)
     low, high = difference(table[a, column], table[b, column])
+    least, most = difference(table[a, column], table[b, column], share)
     bound = claim.margin * (abs(table[b, column].mean) if claim.relative else 1)
     if math.isnan(low):
         return UNDECIDED, _undecided(a, table[a, column], b, table[b, column], column)
     reason = f"{a} - {b} = {_shown(low, high)}, margin {bound:.3g} ({column})"
     if -bound <= low and high <= bound:
         return HOLDS, reason
-    return (FAILS if high < -bound or low > bound else UNDECIDED), reason
+    return (FAILS if most < -bound or least > bound else UNDECIDED), reason
 
 
-def _printed(claim: Claim, row: str, column: str, table: Table, expected, missing, wrong) -> tuple[str, str, float]:
+def _printed(
+    claim: Claim, row: str, column: str, table: Table, expected, missing, wrong, share: float
+) -> tuple[str, str, float]:
     if (row, column) not in table:
         return *missing(row, column), 0.0
     printed = expected(row, column)
     if printed is None:
         return NOT_RUN, f"{row} has no printed {column}", 0.0
     low, high = difference(table[row, column], Measured({None: printed}))
+    least, most = difference(table[row, column], Measured({None: printed}), share)
     bound = claim.margin * (abs(printed) if claim.relative else 1)
     if math.isnan(low):  # one noisy value: its place is known, its interval is not
         return UNDECIDED, _undecided(row, table[row, column], "", Measured({None: printed}), column), 0.0
@@ -253,7 +258,7 @@ def _printed(claim: Claim, row: str, column: str, table: Table, expected, missin
     reason, off = f"{row}: {mean:.6g}, {said} ({column})", abs(mean - printed) / (bound or 1.0)
     if -bound <= low and high <= bound:
         return HOLDS, reason, off
-    return (FAILS if high < -bound or low > bound else UNDECIDED), reason, off
+    return (FAILS if most < -bound or least > bound else UNDECIDED), reason, off
 
 
 def difference(a: Measured, b: Measured, level: float = LEVEL) -> tuple[float, float]:

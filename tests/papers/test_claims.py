@@ -65,6 +65,19 @@ def test_a_claim_of_several_comparisons_of_equal_rows_seldom_fails():
     assert verdict(claim, worse) == FAILS
 
 
+@pytest.mark.parametrize("check", ["every row within 0.01 % on loss", "r0 within 0.01 % of r1 on {}"])
+def test_a_claim_of_several_margins_seldom_fails_by_chance(check):
+    """If each comparison had 5 %, one of twelve would lie outside a small margin in a fourth of tables."""
+    generator, rows, columns = np.random.default_rng(0), [f"r{number}" for number in range(12)], ["loss"]
+    if "{}" in check:
+        rows, columns = ["r0", "r1"], [f"c{number}" for number in range(12)]
+    claim, failed = parse_claim(check.format(", ".join(columns))), 0
+    for _ in range(200):
+        cells = {(r, c): Measured(dict(enumerate(generator.normal(5, 1, size=3)))) for r in rows for c in columns}
+        failed += judge(claim, cells, lambda row, column: 5.0, None, tuple(rows)).verdict == FAILS
+    assert failed <= 18
+
+
 def test_a_fit_without_an_interval_decides_nothing():
     fits = table(a=Measured({None: 0.5}, unsure=True), b=Measured({None: 0.7}, (0.65, 0.75)))
     assert verdict("a < b on loss", fits) == UNDECIDED
