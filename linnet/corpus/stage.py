@@ -318,7 +318,7 @@ def _problems_of_out(out: Path, sources: list[str]) -> list[str]:
         return [*problems, f"--out {out}: {reason}; name another folder"]
     for name in around(out, sources):
         problems.append(f"--out {out}: is in SOURCE {name}, which would then read it; name a folder outside of it")
-    ours = (out / STAGE).is_file() and read_stage(out) is not None or (out / PLAN).is_file()
+    ours = read_stage(out) is not None or read_plan(out) is not None
     if not ours and out.is_dir() and (foreign := [path.name for path in out.iterdir() if not may_be_left(path)]):
         problems.append(f"--out {out}: is not empty ({min(foreign)}) and not a stage; name another folder")
     return problems

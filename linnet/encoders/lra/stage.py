@@ -111,7 +111,7 @@ def write_lra(
         if (out / STAGE).is_file():
             return read_lra_stage(out) or {}
         remove_halves(out)
-        if not (out / PLAN).is_file():
+        if read_plan(out) is None:
             (out / PLAN).parent.mkdir(exist_ok=True)
             write_json(out / PLAN, plan)
         _write_units(maker, out, workers, progress)
@@ -216,7 +216,7 @@ def open_shard(path: Path) -> Shard:
 
 
 def _check_content(out: Path) -> None:
-    ours = read_lra_stage(out) is not None or (out / PLAN).is_file()
+    ours = read_lra_stage(out) is not None or read_plan(out) is not None
     foreign = [] if ours else [path.name for path in out.iterdir() if not may_be_left(path)]
     if foreign:
         raise ConfigError([f"--out {out}: is not empty ({min(foreign)}); name another folder"], KIND)
