@@ -37,6 +37,19 @@ def test_agreement_prints_and_gives_json(tmp_path):
     assert found["seeds"][0]["spearman"] is None and "rank correlation -" in call("agreement", pair).stdout
 
 
+def test_agreement_shows_the_scores_of_an_architecture_that_lacks_one_seed(tmp_path):
+    folder = write_mad(tmp_path, NAMES, budget="screen", seeds=(0, 1, 2))
+    table = folder / "mad.csv"
+    lines = table.read_text().splitlines(keepends=True)
+    seed = lines[0].split(",").index("seed")
+    kept = [line for line in lines if not (line.startswith(NAMES[0]) and line.split(",")[seed] == "2")]
+    assert len(kept) < len(lines)
+    table.write_text("".join(kept))
+    shown = [line.strip() for line in call("agreement", folder).stdout.splitlines()]
+    scores = [line for line in shown if re.match(r"seed \d: ", line)]
+    assert [NAMES[0] in line for line in scores] == [True, True, False], shown
+
+
 def test_agreement_compares_no_architecture_that_lacks_settings(tmp_path):
     folder = write_mad(tmp_path, NAMES[:2], budget="screen", seeds=(0, 1))
     table = folder / "mad.csv"

@@ -64,7 +64,10 @@ def agreement(
             f"architectures in another order, rank correlation "
             f"{'-' if pair.spearman is None else format(pair.spearman, '.3f')}"
         )
-    for seed, of_seed in {seed: found for pair in seeds for seed, found in pair.scores.items()}.items():
+    by_seed: dict[int, dict[str, float]] = {}
+    for seed, found in (item for pair in seeds for item in pair.scores.items()):
+        by_seed.setdefault(seed, {}).update(found)  # another seed may lack an architecture
+    for seed, of_seed in by_seed.items():
         shown = ", ".join(f"{name} {bare_score(of_seed[name], scores.metric)}" for name in sorted(of_seed))
         typer.echo(f"  seed {seed}: {shown}")  # an order by one seed would be a ranking
     if not seeds and task_spreads:
