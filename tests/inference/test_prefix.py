@@ -61,6 +61,16 @@ def test_a_text_is_the_same_after_a_saved_prefix(tmp_path):
         assert [one.text for one in engine.generate([[]] * 8, settings, prefix)] == whole
 
 
+def test_a_prefix_of_an_earlier_version_has_no_last_tokens(tmp_path):
+    engine, file = make(), tmp_path / "p.safetensors"
+    engine.prefix("abc").save(file)
+    with safe_open(file, "pt") as saved:
+        values = {name: text for name, text in saved.metadata().items() if name != "last"}
+        save_file({name: saved.get_tensor(name) for name in saved.keys()}, file, values)  # noqa: SIM118
+    prefix = engine.load_prefix(file)
+    assert (prefix.tokens, prefix.last) == (3, ()) and engine.generate(["d"], SAMPLING, prefix)[0].tokens
+
+
 @pytest.mark.parametrize(
     ("metadata", "tensors", "problem"),
     [
