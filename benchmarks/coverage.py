@@ -283,6 +283,7 @@ def designs() -> dict[str, Design]:
         "5x9, cost off by 5 %": grid(5, 9, scatter=0.05),
         "4x4": grid(4, 4),
         "2x4": grid(2, 4),
+        "2x4, noise falls with size": grid(2, 4, tilt=0.5),
         "5x7, noise falls with size": grid(5, 7, tilt=0.5),
         "5x7, Kaplan's form": grid(5, 7, 1.2, surface=Kaplan()),
         "10 runs, 21 checkpoints": Checkpoints(
@@ -372,7 +373,7 @@ METHODS = {
     "isoflop": Method(isoflop, (*GRIDS, "5x9, cost off by 5 %", "demo"), lambda d: d.left),
     "headline": Method(headline, NEW, lambda d: d.left, slow=True),
     "surface": Method(surface, ("16 runs, D / N from 20 to 200",), lambda d: d.runs - 5, slow=True),
-    "surface, few runs": Method(few, ("2x4",), lambda d: d.runs - 5, slow=True),
+    "surface, few runs": Method(few, ("2x4", "2x4, noise falls with size"), lambda d: d.runs - 5, slow=True),
     "power": Method(power, ("1x5", "1x8"), lambda d: len(d.spread) - 2),
     "parametric": Method(parametric, ("5x5", "5x9"), lambda d: d.runs - 5, slow=True),
     "envelope": Method(envelope, ("9 curves", "13 curves"), lambda d: len(d.sizes) - 3),
