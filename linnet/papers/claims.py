@@ -214,7 +214,7 @@ def _order(a, operator: str, b, column: str, table: Table, missing, share: float
         return UNDECIDED, _undecided(a, first, b, second, column)
     if low == high == 0 and not (first.exact and second.exact):
         return UNDECIDED, f"{a} and {b} are equal in every seed ({column})"
-    if high - low <= 1e-9 * abs(high) and not (first.exact or second.exact):  # coarse scores of few seeds
+    if low == high and not (first.exact or second.exact):  # coarse scores of few seeds
         return UNDECIDED, f"{said} = {high:.4g} in every seed, which gives no interval ({column})"
     if low > 0 or (low >= 0 and operator.endswith("=")):
         return HOLDS, reason
