@@ -111,7 +111,7 @@ CHANGES = """{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistan
 @pytest.mark.parametrize(
     "source, talk, message",
     [
-        (CHANGES, turns("a", "b", "c", "d"), r"messages\.3: .*changes earlier turns.*generation"),
+        (CHANGES, turns("a", "b", "c", "d"), r"messages\.3: .*changes earlier turns.*data\.per_answer=true"),
         (CHATML.replace("assistant\\n", "model\\n"), turns("a", "b"), r"messages\.1: .*answer"),
         (MARKED.replace("== 'assistant'", "== 'model'"), turns("a", "b"), "marks 0 turns of 1"),
         ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML, TALK,
@@ -123,6 +123,39 @@ def test_a_template_that_cannot_be_split_is_refused(source, talk, message, token
     with pytest.raises(ConfigError, match=message) as caught:
         prepare_chats(ChatConfig(source=str(file)), ChatTemplate(source, tokenizer), 64, 0)
     assert "line 2" in str(caught.value)
+
+
+def test_each_answer_is_a_conversation_with_the_prompt_of_a_server(tokenizer, tmp_path):
+    """With a template that changes earlier turns, and one that marks answers; an answer of weight 0 is no target."""
+    talk = turns("a", "b", "c", "d", "e", "f")
+    talk[3] |= {"weight": 0}
+    for source in (CHANGES, MARKED):
+        template = ChatTemplate(source, tokenizer)
+        files = {name: str(write_chats(tmp_path / f"{name}.jsonl", row)) for name, row in (("a", talk), ("b", TALK))}
+        config = ChatConfig(source=files["a"], validation=files["b"], per_answer=True)
+        chats = prepare_chats(config, template, 256, 0).train.chats
+        assert len(chats) == 2
+        for chat, place in zip(chats, (1, 5), strict=True):
+            prompt = template.encode([{name: turn[name] for name in ("role", "content")} for turn in talk[:place]])
+            first = np.flatnonzero(chat.turns)[0]
+            assert chat.tokens[:first].tolist() == prompt and (chat.turns[first:] == (1 + place // 2)).all()
+            assert tokenizer.decode(chat.tokens[first:]).startswith(talk[place]["content"])
+
+
+def test_the_answers_of_a_held_out_conversation_are_held_out_together(template, tmp_path):
+    file = str(write_chats(tmp_path / "c.jsonl", *(turns(f"q{n}", "a", f"r{n}", "b") for n in range(10))))
+    chats = prepare_chats(ChatConfig(source=file, validation_fraction=0.4, per_answer=True), template, 64, 0)
+    held, train = ([chat.tokens[:20].tobytes() for chat in part.chats] for part in (chats.validation, chats.train))
+    assert (len(held), len(train)) == (8, 12) and not set(held) & set(train)
+
+
+def test_answers_of_weight_0_may_be_changed_later(tokenizer):
+    template = ChatTemplate(CHANGES, tokenizer)
+    talk = turns("a", "b", "c", "d")
+    talk[1] |= {"weight": 0}
+    chat = encode_chat(talk, [], template)
+    assert tokenizer.decode(chat.tokens) == "user: a\nassistant: ...\nuser: c\nassistant: d\n"
+    assert tokenizer.decode(chat.tokens[chat.turns == 2]) == "d\n" and not (chat.turns == 1).any()
 
 
 DROPS = """{% for m in messages %}{% if loop.first or m.role != 'system' %}{{ m.role + ': ' + m.content + '\\n' }}

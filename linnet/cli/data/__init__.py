@@ -113,6 +113,7 @@ def show_chat(
     *,
     from_: Path | None = None,
     template: Path | None = None,
+    per_answer: bool = False,
     seq_len: Annotated[int, typer.Option(min=2)] = 1024,
     show: Annotated[int, typer.Option(min=0)] = 3,
     as_json: AsJson = False,
@@ -129,6 +130,7 @@ def show_chat(
             [bold]completion[/].
         from_ (MODEL): A run or model folder with tokenizer and chat template (default: bytes and ChatML).
         template: A chat template, in place of the folder's.
+        per_answer: Each answer is a conversation of its own, for templates that change earlier turns.
         seq_len: Tokens per row of the training.
         show: Number of conversations to show.
         as_json: Print one JSON object.
@@ -141,14 +143,15 @@ def show_chat(
     from linnet.train.objectives.chat import start_of
 
     def rename(line: str) -> Problem:
-        return Problem(line.replace("init_from", "--from", 1).replace("data.template", "--template"))
+        line = line.replace("init_from", "--from", 1).replace("data.template", "--template")
+        return Problem(line.replace("data.per_answer=true", "--per-answer"))
 
     with checking("data", rename):
         if from_ is None and template is None:
             chosen = ChatTemplate(CHATML, ByteTokenizer())
         else:
             chosen = start_of(from_, template) if from_ else load_chat_template(".", ByteTokenizer(), template)
-        chats = read_chats(paths, "FILE", chosen)
+        chats = [chat for parts in read_chats(paths, "FILE", chosen, per_answer) for chat in parts]
     cut = [short for chat in chats if (short := chat.cut(seq_len)) is not None]
     answers = sum(len(chat.ends) for chat in chats)
     counts = {"conversations": len(chats), "answers": answers, "left_out": len(chats) - len(cut)}

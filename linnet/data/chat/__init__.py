@@ -47,6 +47,8 @@ class ChatConfig(Config):
             `validation_fraction` of `source` is held out.
         validation_fraction: share of the conversations to hold out.
         template: file of a chat template, in Jinja; null takes that of `init_from`.
+        per_answer: each answer is a conversation of its own, with the turns before it as a server shows them. For
+            templates that change earlier turns, as Qwen3's; a long conversation takes as many more tokens.
         packing: several conversations share a row, and each starts with a new state (`reset`).
         seed: seed of the choice of held-out conversations. The order of training has its own seed.
     """
@@ -55,6 +57,7 @@ class ChatConfig(Config):
     validation: list[str] = []
     validation_fraction: float = Field(0.05, gt=0, lt=1)
     template: str | None = None
+    per_answer: bool = False
     packing: Literal["reset"] = "reset"
     seed: int = Field(0, ge=0, lt=1 << 63)
 
@@ -164,24 +167,35 @@ def encode_chat(messages: list[dict], tools: list[dict], template: ChatTemplate)
     """Returns the tokens of a conversation. Raises ConfigError as `ChatTemplate.encode_turns`."""
     if tools and not template.knows_tools:
         raise ConfigError(["tools: the chat template shows the model no tools; leave them out"], "messages")
-    shares = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    numbers = {place: number for number, place in enumerate(answers, 1) if messages[place].get("weight", 1)}
     plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
-    tokens, spans = template.encode_turns(plain, tools)
+    tokens, spans = template.encode_turns(plain, tools, list(numbers))
     turns = np.zeros(len(tokens), dtype=np.int8)
-    for number, ((start, end), share) in enumerate(zip(spans, shares, strict=True), 1):
-        turns[start:end] = min(number, len(TURNS)) if share else 0
-    ends = tuple(end for (_, end), share in zip(spans, shares, strict=True) if share)
-    return Chat(np.array(tokens, dtype=np.int32), turns, ends)
+    for number, (start, end) in zip(numbers.values(), spans, strict=True):
+        turns[start:end] = min(number, len(TURNS))
+    return Chat(np.array(tokens, dtype=np.int32), turns, tuple(end for _, end in spans))
 
 
-def read_chats(names: list[str], key: str, template: ChatTemplate) -> list[Chat]:
-    """Returns the conversations of files, folders and globs; `key` is their key, for messages.
+def split_answers(messages: list[dict]) -> Iterator[list[dict]]:
+    """Yields, for each answer that is a target, the messages up to it, of which it is the only target."""
+    for end, message in enumerate(messages):
+        if message["role"] == "assistant" and message.get("weight", 1):
+            before = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in messages[:end]]
+            yield [*before, message]
+
+
+def read_chats(names: list[str], key: str, template: ChatTemplate, per_answer: bool = False) -> list[list[Chat]]:
+    """Returns the conversations of files, folders and globs, with `per_answer` each as one `Chat` per answer.
+
+    Args:
+        key: the key of the files, for messages.
 
     Raises:
         ConfigError: lists the files that cannot be used, and the first bad lines of each.
     """
     problems: list[str] = []
-    chats: list[Chat] = []
+    chats: list[list[Chat]] = []
     for file in find_files(names, key, problems, []):
         wrong: list[str] = []
         if file.kind != "jsonl":  # in a folder, other files may stand beside the conversations
@@ -195,7 +209,9 @@ def read_chats(names: list[str], key: str, template: ChatTemplate) -> list[Chat]
                     continue
                 bad: list[str] = []
                 with gather(bad):
-                    chats.append(encode_chat(*read_messages(row), template))
+                    messages, tools = read_messages(row)
+                    parts = split_answers(messages) if per_answer else [messages]
+                    chats.append([encode_chat(part, tools, template) for part in parts])
                 wrong += [f"line {number + 1}: {line}" for line in bad]
         except UNREADABLE as error:
             problems.append(f"{file.path}: {damage(error)}")
@@ -286,21 +302,22 @@ def prepare_chats(config: ChatConfig, template: ChatTemplate, length: int, seed:
     Raises:
         ConfigError: lists the files and lines that cannot be used; or a split would be empty.
     """
-    train: list[Chat] = []
-    held: list[Chat] = []
+    trained: list[list[Chat]] = []
+    scored: list[list[Chat]] = []
     with checking("data") as problems:
         with gather(problems):
-            train = read_chats(config.source, "data.source", template)
+            trained = read_chats(config.source, "data.source", template, config.per_answer)
         if config.validation:
             with gather(problems):
-                held = read_chats(config.validation, "data.validation", template)
+                scored = read_chats(config.validation, "data.validation", template, config.per_answer)
     if not config.validation:
-        order = shuffled(np.arange(len(train)), len(train), config.seed).tolist()
-        out = set(order[: max(1, round(config.validation_fraction * len(train)))])
-        held, train = (
-            [train[index] for index in sorted(out)],
-            [chat for index, chat in enumerate(train) if index not in out],
+        order = shuffled(np.arange(len(trained)), len(trained), config.seed).tolist()
+        out = set(order[: max(1, round(config.validation_fraction * len(trained)))])
+        scored, trained = (
+            [trained[index] for index in sorted(out)],
+            [chats for index, chats in enumerate(trained) if index not in out],
         )
+    train, held = ([chat for chats in split for chat in chats] for split in (trained, scored))
     known = {chat.tokens.tobytes() for chat in held}
     counts = dict.fromkeys(COUNTS, 0) | {"copies_left_out": sum(chat.tokens.tobytes() in known for chat in train)}
     splits = {"conversations": [chat for chat in train if chat.tokens.tobytes() not in known], "held_out": held}

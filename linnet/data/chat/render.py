@@ -3,7 +3,8 @@
 A template is a program that came with a model: two nested loops take hours, and `'x' * 10**9` a gigabyte. Jinja's
 sandbox keeps it away from Python's objects, but bounds neither time nor memory. This file runs as a script that imports
 nothing of Linnet, so that it starts fast. The first line of its input is the template, each further line holds the
-variables of one rendering, all as JSON. It answers each line with one line: {"text": ...} or {"error": ...}.
+variables of one rendering, all as JSON. It answers each line with one line: {"text": ...} or {"error": ...}. The text
+of the first answer has the names of the variables that the template takes.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import signal
 import sys
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -58,12 +59,23 @@ def environment() -> jinja2.Environment:
     return made
 
 
+def variables(made: jinja2.Environment, source: str) -> set[str]:
+    """Returns the names that a template reads and does not set, or sets only where none was given."""
+    tree = made.parse(source)
+    own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    for check in tree.find_all((nodes.Test, nodes.Filter)):
+        if check.name in ("defined", "undefined", "default", "d") and isinstance(check.node, nodes.Name):
+            own.discard(check.node.name)
+    return meta.find_undeclared_variables(tree) - made.globals.keys() - own
+
+
 def answer(template: jinja2.Template | None, line: str) -> tuple[jinja2.Template | None, dict]:
     """Compiles the template of the first line, renders it for the others; returns the template and the answer."""
     try:
         values = json.loads(line)
         if template is None:
-            return environment().from_string(values), {"text": ""}
+            made = environment()
+            return made.from_string(values), {"text": " ".join(sorted(variables(made, values)))}
         if (date := values.pop("date", None)) is not None:
             values["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
         parts, length = [], 0

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ PAUSE = 60.0  # seconds in which a template that exceeded `SECONDS` is not tried
 MARKS = re.compile(r"{%-?\s*generation\b")  # the start of a template's own mark of an assistant's turn
 # The date that a template shows in training, as Llama 3's does by default: that of the day would change a run's data.
 TRAINED = "2024-07-26"
+GIVEN = ("messages", "add_generation_prompt", "tools", "generation_mark", "date")  # variables of every rendering
 COMMON_STARTS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 
 
@@ -49,6 +50,7 @@ class ChatTemplate:
         source, tokenizer: the template, and the tokenizer of its texts.
         turn_ends: special tokens that follow an assistant's turn; they end a completion.
         knows_tools: whether the template shows tools to the model.
+        options: variables of its own that the template reads, such as `enable_thinking`.
 
     Raises:
         ConfigError: the source is not a template, or it fails on a simple conversation.
@@ -79,16 +81,20 @@ class ChatTemplate:
             self._renderer = _Renderer(source)
             self.turn_ends = self._find_turn_ends()
             self.knows_tools = self._finds_tools()
+            self.options = [name for name in self._renderer.names if name not in (*GIVEN, *self._variables)]
         except Exception as error:  # a template is a program and can raise any exception
             problem = f"{where}: not a valid chat template ({error}); correct it, or give another"
             raise ConfigError([problem], "chat template") from None
 
-    def encode(self, messages: list[dict], tools: Sequence[dict] = ()) -> list[int]:
+    def encode(
+        self, messages: list[dict], tools: Sequence[dict] = (), options: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Returns the tokens of a conversation up to the start of the assistant's answer.
 
         Args:
             messages: the turns, with `role`, `content` and optionally `name`, `tool_calls`, `tool_call_id`.
             tools: what the model may call, each as OpenAI's API has it.
+            options: values of variables in `options`.
 
         Raises:
             ConfigError: the template refuses this conversation, or the tokenizer refuses its text.
@@ -96,12 +102,15 @@ class ChatTemplate:
         hidden = _Hidden(self._spelled)
         try:
             self._check_shown(messages, list(tools))
-            text = self._render(hidden.hide(messages), add_generation_prompt=True, tools=hidden.hide(list(tools)))
+            given = hidden.hide(dict(options or {}))
+            text = self._render(hidden.hide(messages), True, hidden.hide(list(tools)), options=given)
             return self._encode(text, hidden)
         except Exception as error:
             raise ConfigError([f"messages: do not fit the model's chat template ({error})"], "request") from None
 
-    def encode_turns(self, messages: list[dict], tools: Sequence[dict] = ()) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_turns(
+        self, messages: list[dict], tools: Sequence[dict] = (), targets: Collection[int] | None = None
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the tokens of a whole conversation, and where the assistant's turns are in them.
 
         A template with `{% generation %}` says itself where they are. Otherwise a turn is what follows the start of
@@ -110,9 +119,11 @@ class ChatTemplate:
 
         Args:
             messages, tools: as `encode`.
+            targets: places of the assistant's turns to find; None is all. The others are context, as in a server's
+                prompt: the template may change them later.
 
         Returns:
-            The tokens, and (start, end) of each assistant's turn in their order, with the token that ends the turn.
+            The tokens, and (start, end) of each of these turns in their order, with the token that ends the turn.
 
         Raises:
             ConfigError: as `encode`, or the template changes earlier turns, so that it cannot be split.
@@ -120,9 +131,12 @@ class ChatTemplate:
         hidden = _Hidden(self._spelled)
         try:
             self._check_shown(messages, list(tools))
+            answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            if targets is not None:
+                answers = [place for place in answers if place in targets]
             arguments = hidden.hide(messages), hidden.hide(list(tools)), hidden
             marked = MARKS.search(self.source) is not None
-            pieces = (self._marked if marked else self._compared)(*arguments)
+            pieces = (self._marked if marked else self._compared)(*arguments, answers)
             tokens: list[int] = []
             turns: list[tuple[int, int]] = []
             text, split = "", False
@@ -147,29 +161,39 @@ class ChatTemplate:
         except Exception as error:
             raise ConfigError([f"messages: do not fit the model's chat template ({error})"], "messages") from None
 
-    def _marked(self, messages: list[dict], tools: list[dict], hidden: "_Hidden") -> list[tuple[bool, str]]:
-        """Returns the parts of a rendering: whether it is an assistant's turn by the template's marks, and its text."""
+    def _marked(
+        self, messages: list[dict], tools: list[dict], hidden: "_Hidden", targets: Collection[int]
+    ) -> list[tuple[bool, str]]:
+        """Returns the parts of a rendering: whether it is a target by the template's marks, and its text."""
         mark = hidden.mark("0")
         parts = self._render(messages, False, tools, mark=mark, date=TRAINED).split(mark)
-        answers = sum(message["role"] == "assistant" for message in messages)
-        if len(parts) != 2 * answers + 1:
-            marked = f"its {{% generation %}} marks {len(parts) // 2} turns of {answers}"
+        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(parts) != 2 * len(answers) + 1:
+            marked = f"its {{% generation %}} marks {len(parts) // 2} turns of {len(answers)}"
             raise ValueError(f"{marked}; correct the template")
-        return [(place % 2 == 1, part) for place, part in enumerate(parts)]
+        pieces: list[tuple[bool, str]] = [(False, "")]
+        for number, part in enumerate(parts):
+            target = number % 2 == 1 and answers[number // 2] in targets
+            if target or pieces[-1][0]:
+                pieces.append((target, part))
+            else:
+                pieces[-1] = (False, pieces[-1][1] + part)
+        return pieces
 
-    def _compared(self, messages: list[dict], tools: list[dict], hidden: "_Hidden") -> list[tuple[bool, str]]:
+    def _compared(
+        self, messages: list[dict], tools: list[dict], hidden: "_Hidden", targets: Collection[int]
+    ) -> list[tuple[bool, str]]:
         """Returns the parts as `_marked`, from renderings of the first messages, each of which starts the next one."""
         pieces, before = [], ""
-        for place, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for place in targets:
             for answer, text in (
                 (False, self._render(messages[:place], True, tools, date=TRAINED)),
                 (True, self._render(messages[: place + 1], False, tools, date=TRAINED)),
             ):
                 if not text.startswith(before):
                     what = "the start of its answer is not in the whole turn" if answer else "it changes earlier turns"
-                    fix = "mark answers in the template with {% generation %}, or use one conversation per answer"
+                    fix = "mark answers in the template with {% generation %}"
+                    fix = fix if answer else "set data.per_answer=true, which trains on one conversation per answer"
                     raise ValueError(f"the template cannot be split at messages.{place}: {what}; {fix}")
                 pieces.append((answer, text[len(before) :]))
                 before = text
@@ -213,9 +237,11 @@ class ChatTemplate:
         tools: list[dict] | None = None,
         mark: str = "",
         date: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
-        variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._variables}
-        variables |= {"tools": tools or None, "generation_mark": mark, "date": date}
+        variables = {**(options or {}), **self._variables}
+        given = (messages, add_generation_prompt, tools or None, mark, date)
+        variables |= dict(zip(GIVEN, given, strict=True))
         return self._renderer.render(variables)
 
     def _find_turn_ends(self) -> list[int]:
@@ -354,6 +380,7 @@ class _Renderer:
 
     def __init__(self, source: str):
         self._source, self._lock = source, threading.Lock()
+        self.names: list[str] = []  # of the variables that the template reads, once its process has started
         self._refusal, self._refused_until = "", 0.0  # why the template is not tried before that time
         self._process: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
@@ -384,7 +411,7 @@ class _Renderer:
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL
             )
-        self._ask(self._source, START_SECONDS)
+        self.names = self._ask(self._source, START_SECONDS).split()
 
     def _ask(self, values: object, seconds: float | None = None) -> str:
         assert self._socket is not None
