@@ -452,9 +452,15 @@ def prepare_chat(service: Service, body: bytes) -> Prepared:
     if request.offered and not service.template.knows_tools:
         message = f"tools: the chat template of {request.model!r} shows the model no tools; leave it out"
         raise ApiError(400, message, param="tools", code="no_tools")
+    options = request.chat_template_kwargs or {}
+    if unknown := [name for name in options if name not in service.template.options]:
+        known = ", ".join(service.template.options) or "none"
+        what = f"chat_template_kwargs: the chat template reads no variable {unknown[0][:200]!r} (its own: {known})"
+        raise ApiError(400, f"{what}; leave it out", param="chat_template_kwargs", code="invalid_value")
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     limit = request.max_completion_tokens or request.max_tokens
-    tokens, most = service.tokens(service.template.encode(messages, request.offered), limit, None, "messages")
+    encoded = service.template.encode(messages, request.offered, options)
+    tokens, most = service.tokens(encoded, limit, None, "messages")
     prepared.prompt_tokens = len(tokens)
     for i in range(request.n):
         sampling = request.sampling(i, most, top, service.engine.generation.sampling)

@@ -317,6 +317,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     tools: list[Tool] | None = Field(None, max_length=128, description="passed to the chat template")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=32, description="values of variables that the chat template reads, such as enable_thinking"
+    )
     tool_choice: _only("none", "auto", fix="use auto or none; calls are not forced") = None
     parallel_tool_calls: bool | None = Field(None, description="true, or not used without tools")
     functions: _only([], fix=_NO_TOOLS) = None

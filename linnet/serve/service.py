@@ -371,7 +371,9 @@ class Service:
                     f"{engine.limit}; use at most {engine.limit - len(ids)}"
                 )
         if len(ids) > longest:
-            problems.append(f"{key}: {len(ids)} tokens exceed this server's limit of {longest}; shorten it")
+            option = "--max-prompt-tokens" if longest == settings.max_prompt_tokens else "--context-length"
+            fix = f"shorten it, or raise {option}"
+            problems.append(f"{key}: {len(ids)} tokens exceed this server's limit of {longest}; {fix}")
         if problems:
             raise ApiError.of_problems(problems, code="context_length_exceeded")
         return ids, most if max_tokens is None else max_tokens

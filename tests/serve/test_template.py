@@ -71,6 +71,34 @@ def test_template_may_refuse_a_conversation():
         template.encode([{"role": "system", "content": "x"}])
 
 
+THINKS = (
+    "{% if not day is defined %}{% set day = 'Monday' %}{% endif %}"
+    "{% for m in messages %}{% set text = m.content %}{{ m.role + ': ' + text + '\\n' }}{% endfor %}{{ day }}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% if enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}{{ suffix | default('') }}{{ strftime_now('') }}"
+)
+
+
+def test_requests_set_the_variables_that_the_template_takes(tokenizer: FileTokenizer):
+    with serve(tokenizer=tokenizer, template=THINKS) as running:
+        template = running.service.template
+        assert template.options == ["day", "enable_thinking", "suffix"]
+
+        def prompt_tokens(**options) -> int:
+            talk = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "chat_template_kwargs": options}
+            return running.post("/v1/chat/completions", **talk).json["usage"]["prompt_tokens"]
+
+        plain = prompt_tokens()
+        assert prompt_tokens(enable_thinking=False) == plain + len("<think></think>")
+        assert prompt_tokens(enable_thinking=True, day="Sunday!") == plain + 1
+        assert prompt_tokens(suffix="<|im_end|>") == plain + len("<|im_end|>"), "a text, not the token"
+        for name in ("messages", "tools", "bos_token", "text", "enable_thinkin", "date"):
+            talk = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {name: "y"}}
+            reply = running.post("/v1/chat/completions", **talk)
+            assert reply.status == 400 and f"'{name}'" in reply.json["error"]["message"], name
+            assert reply.json["error"]["param"] == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
