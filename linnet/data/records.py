@@ -472,7 +472,7 @@ def _row_text(row: object, text_key: str | None, what: str) -> bytes:
         return b""
     if text_key not in values:
         known = nearest(text_key, values) if values else "the line has no keys"
-        chat = "; conversations are for objective: chat" if "messages" in values else ""
+        chat = "; conversations are for objective: chat and linnet evaluate chat" if "messages" in values else ""
         raise BadRow("no text", f"has no key {text_key!r}; set text_key ({known}){chat}")
     return encode_text(values[text_key], what)
 

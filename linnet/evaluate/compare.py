@@ -30,7 +30,9 @@ from linnet.laws.orders import FEWEST, Order, holm, percentile_interval
 from linnet.laws.orders import LEVEL as ALPHA
 from linnet.runs.record import plain
 
-OWN_WAYS = ("precision", "method", "window", "stride", "context", "too_long")  # may differ between compared models
+OWN_WAYS = (  # may differ between compared models
+    "precision", "method", "window", "stride", "context", "too_long", "template", "template_file",
+)  # fmt: skip
 RESAMPLES = 2000  # bootstrap resamples
 FLIPS = 9999  # random permutations per test
 EXACT = 13  # up to this many differing items, a test enumerates all 2 ** 13 permutations
@@ -380,6 +382,8 @@ def title(group: Shared) -> str:
     asked = group.asked
     if group.kind == "text":
         return f"text: {_texts(group)}"
+    if group.kind == "chat":
+        return f"chat: {first_names(asked['text'], 3)}"
     if group.kind == "needle":
         lengths = f"{len(asked['lengths'])} lengths up to {max(asked['lengths']):,} tokens"
         return f"needle: {needle_name(asked)}, {lengths}, {len(asked['depths'])} depths"
@@ -419,12 +423,16 @@ def split(groups: Sequence[Shared]) -> list[str]:
 def command(evaluation: Evaluation, run: str) -> str:
     """Returns the command that evaluates `run` with the settings of `evaluation`."""
     asked, kind = common(evaluation.asked), evaluation.kind
-    commands = ("text", "needle", "recall", "images", "samples", "masked", "glue", "lra", "tasks")
+    commands = ("text", "chat", "needle", "recall", "images", "samples", "masked", "glue", "lra", "tasks")
     name = kind if kind in commands else "masked" if kind in ("sentences", "cola") else "suite"
     words = ["linnet", "evaluate", name, run]
     if kind in ("text", "masked"):
         words += asked["text"]
         words += ["--text-key", asked["text_key"]] if asked.get("text_key", "text") != "text" else []
+    elif kind == "chat":
+        words += asked["text"]
+        words += ["--template", file] if (file := evaluation.asked["template_file"]) else []
+        words += ["--per-answer"] if asked["per_answer"] else []
     elif kind == "needle":
         words += ["--mode", needle_name(asked), "--lengths", ",".join(map(str, asked["lengths"]))]
         words += ["--depths", str(len(asked["depths"]))]
@@ -476,7 +484,7 @@ def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
             f"{', '.join(unknown)}: the record is of Linnet 0.1 and does not say what was scored, so its content may "
             "differ; evaluate again to be sure."
         )
-    for way in ("method", "window", "context", "precision"):
+    for way in ("method", "window", "context", "precision", "template"):
         values = {entry.name: entry.evaluation.asked.get(way) for entry in group.entries}
         if len({value for value in values.values() if value is not None}) > 1:
             sentences.append(f"The {way} differs: {', '.join(f'{name} {value}' for name, value in values.items())}.")

@@ -276,6 +276,85 @@ class RecallEvaluator(RecallConfig, Evaluator):
         return Evaluation(self.kind, session.about, asked, to_results(accuracies), detail, drawn_digest(self))
 
 
+class ChatEvaluator(Config, Evaluator):
+    """Scores the assistant's turns of conversations, as `objective: chat` trains on them (`linnet.data.chat`).
+
+    Attributes:
+        paths: JSONL files, folders or globs.
+        template: file of a chat template; None is the one in the model's folder.
+        per_answer: each answer follows the turns before it as a server shows them, as in `ChatConfig`.
+    """
+
+    kind: ClassVar[str] = "chat"
+    divides: ClassVar[bool] = True
+
+    paths: Names
+    template: str | None = None
+    per_answer: bool = False
+    _chats: list[list[Any]] = PrivateAttr(default_factory=list)  # of `linnet.data.chat.Chat`, by conversation
+
+    def check(self) -> None:
+        with checking("evaluate") as problems:
+            find_files(list(self.paths), "paths", problems, [])
+
+    def check_model(self, session: Session) -> None:
+        from linnet.data.chat import read_chats
+        from linnet.layers.positions import length_problems
+
+        self._chats = read_chats(list(self.paths), "paths", self._template(session), self.per_answer)
+        longest = max(len(chat.tokens) for chats in self._chats for chat in chats)
+        with checking("evaluate") as problems:
+            problems += length_problems("paths", longest, session.model.config.num_positions, "leave long ones out")
+
+    def measures(self) -> set[str]:
+        from linnet.data.chat import TURNS
+
+        return {"chat.loss", "chat.exact", *(f"chat.{turn}_turn" for turn in TURNS)}
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.data.chat import TURNS
+        from linnet.evaluate.likelihood import log_likelihoods
+
+        answers = [
+            (number, turn, context, target)
+            for number, chats in enumerate(self._chats, 1)
+            for chat in chats
+            for turn, context, target in chat.answers()
+        ]
+        with progress("answers", len(answers)) as meter:
+            scores = log_likelihoods(session.model, [tuple(answer[2:]) for answer in answers], progress=meter)
+        losses: dict[tuple[str, int], list[tuple[float, int]]] = {}
+        exact: dict[int, list[bool]] = {}
+        for (number, turn, _, target), score in zip(answers, scores, strict=True):
+            for metric in ("loss", f"{TURNS[turn - 1]}_turn"):
+                losses.setdefault((metric, number), []).append((-score.nats, len(target)))
+            exact.setdefault(number, []).append(score.greedy)
+        items: dict[str, list[Item]] = {}
+        for (metric, number), parts in losses.items():
+            nats, tokens = map(sum, zip(*parts, strict=True))
+            items.setdefault(metric, []).append(Item(str(number), nats / tokens, tokens))
+        names = [name for name in ("loss", *(f"{turn}_turn" for turn in TURNS)) if name in items]
+        results = [Result.of_items("chat", name, items[name], "lower") for name in names]
+        right = [Item(str(number), sum(hits) / len(hits), len(hits)) for number, hits in exact.items()]
+        results.append(Result.of_items("chat", "exact", right))
+        asked = {"text": list(self.paths), "per_answer": self.per_answer, "template_file": self.template}
+        asked |= {"template": digest_of([self._template(session).source]), "precision": session.precision}
+        detail = {"answers": len(answers), "targets": sum(len(answer[3]) for answer in answers)}
+        files = find_files(list(self.paths), "paths", [], [])
+        scored = digest_of(fingerprint(file.path) for file in files if file.kind == "jsonl")
+        return Evaluation(self.kind, session.about, asked, tuple(results), detail, scored)
+
+    def _template(self, session: Session) -> Any:
+        from linnet.data.chat.template import FILE, load_chat_template
+
+        file = None if self.template is None else Path(self.template)
+        template = load_chat_template(session.path, session.tokenizer, file)
+        if template is None:
+            message = f"{session.path}: has no {FILE}; put one into the folder, or give one"
+            raise ConfigError([f"template: {message}"], "evaluate")
+        return template
+
+
 class Questions(Config):
     """Which questions of a task are asked, and how.
 

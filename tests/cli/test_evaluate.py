@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from chats import CHATML, VOCABULARY, model_folder, turns, write_chats
 from children import COMMAND, Child
 from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.cli.evaluate.show import show
 from linnet.data import ByteTokenizer
+from linnet.data.chat import TURNS, encode_chat
+from linnet.data.chat.template import ChatTemplate
+from linnet.evaluate.compare import command
 from linnet.evaluate.evaluators import TextEvaluator
-from linnet.evaluate.results import Evaluation, Item, Result
+from linnet.evaluate.results import Evaluation, Item, Result, read_evaluation
 from linnet.evaluate.texts import Document, score_text
 from linnet.models import build_model, family
 from linnet.runs import checkpoint, load_model
@@ -99,6 +103,56 @@ def test_what_a_person_sees(folder, tmp_path):
     (spaces := tmp_path / "spaces.txt").write_text(" \n" * 20)
     result = call("text", folder / "tnl [a]", spaces)
     assert result.exit_code == 0 and "per byte" in result.stdout and "per word" not in result.stdout
+
+
+def test_conversations_have_the_losses_of_a_pass_over_each(tmp_path):
+    path = model_folder(tmp_path / "base", family("tnl")(32, 2, vocab_size=VOCABULARY))
+    talks = [turns("a", "b", "c", f"dd{n}", "e", "f", "g", "h") for n in range(6)]
+    file = write_chats(tmp_path / "held.jsonl", *talks, {"prompt": "x", "completion": "<|im_end|>"})
+    result = call("chat", path, file, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)["chat"]
+    model, tokenizer = load_model(path)
+    template, sums = ChatTemplate(CHATML, tokenizer), {}
+    for messages in (*talks, turns("x", "<|im_end|>")):
+        chat = encode_chat(messages, [], template)
+        logits, _ = model(torch.from_numpy(chat.tokens.astype("int64"))[None])
+        nats = -logits[0].log_softmax(-1)[range(len(chat.tokens) - 1), chat.tokens[1:].astype("int64")]
+        for name, at in (("loss", chat.turns > 0), *((f"{n}_turn", chat.turns == i + 1) for i, n in enumerate(TURNS))):
+            sums.setdefault(name, []).extend(nats[torch.from_numpy(at[1:])].tolist())
+    values = {one["metric"]: one["value"] for one in record["results"]}
+    assert values == pytest.approx(
+        {name: sum(nats) / len(nats) for name, nats in sums.items()} | {"exact": 0}, abs=1e-5
+    )
+    assert record["detail"] == {"answers": 25, "targets": len(sums["loss"])}
+    assert {one["n"] for one in record["results"]} == {7, 6}
+    shown = call("chat", path, file).stdout
+    assert "first_turn" in shown and f"{values['loss']:.4f}" in shown
+
+
+def test_conversations_of_two_models_are_compared_though_their_templates_differ(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = family("tnl")(32, 2, vocab_size=VOCABULARY)
+    first = model_folder(tmp_path / "a", config)
+    second = model_folder(tmp_path / "b", config, CHATML + "{# b #}", seed=1)
+    kept = "(message['content'] if loop.last or message['role'] == 'user' else '') | trim"
+    changes = CHATML.replace("message['content'] | trim", kept)
+    (tmp_path / "changes.jinja").write_text(changes)
+    file = write_chats(tmp_path / "held.jsonl", *(turns("a", "b", "c", f"d{n}") for n in range(6)))
+    assert call("chat", first, file).exit_code == call("chat", second, file).exit_code == 0
+    result = CliRunner().invoke(app, ["compare", str(first), str(second)])
+    assert "chat: " in result.stdout and "The template differs: a " in result.stdout, result.output
+    refused = call("chat", first, file, "--template", "changes.jinja")
+    assert refused.exit_code == 2 and "set --per-answer" in refused.stderr
+    assert call("chat", first, file, "--template", "changes.jinja", "--per-answer").exit_code == 0
+    records = map(read_evaluation, (first / "evaluations").glob("chat-*.json"))
+    [words] = [command(record, "a") for record in records if record.asked["per_answer"]]
+    assert words == f"linnet evaluate chat a {file} --template changes.jinja --per-answer"
+    (first / "chat_template.jinja").unlink()
+    without = call("chat", first, file)
+    assert without.exit_code == 2 and "--template: " in without.stderr
+    missing = call("chat", first, tmp_path / "none.jsonl")
+    assert missing.exit_code == 2 and "PATH: " in missing.stderr
 
 
 def test_needles_are_looked_for_and_kept(folder):

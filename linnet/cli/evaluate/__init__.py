@@ -1,4 +1,4 @@
-"""`linnet evaluate`: texts, needles in haystacks, recall, images, samples, masked texts, GLUE, tasks and suites."""
+"""`linnet evaluate`: texts, conversations, needles in haystacks, recall, images, masked texts, GLUE, tasks, suites."""
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -90,8 +90,8 @@ class Asking:
 evaluate = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Score a model on texts, needles, recall, images, masked texts, GLUE, tasks or suites; RUN/evaluations keeps "
-    "the results.",
+    help="Score a model on texts, conversations, needles, recall, images, masked texts, GLUE, tasks or suites; "
+    "RUN/evaluations keeps the results.",
     epilog='Start with [bold]linnet evaluate text RUN "books/*.txt"[/]; docs/evaluation.md explains every number.',
 )
 
@@ -133,6 +133,35 @@ def text(
         problems = [f"--{name}: {message}" for name in ("window", "stride") if is_given(typed, name)]
     evaluator = TextEvaluator(paths=paths, method=method, window=window, stride=stride, text_key=text_key)
     run_evaluators(typed, run, [evaluator], problems, running)
+
+
+@evaluate.command()
+@options
+def chat(
+    typed: typer.Context,
+    run: Path,
+    paths: list[str],
+    *,
+    template: Path | None = None,
+    per_answer: bool = False,
+    running: Running,
+) -> None:
+    """Score conversations: loss of the assistant's turns in nats per token, and the answers that it gives exactly.
+
+    [bold]linnet evaluate chat MODEL held-out.jsonl[/], before and after a fine-tuning; then linnet compare
+
+    Args:
+        run (RUN): A run folder, or a folder of linnet convert.
+        paths (PATH): JSONL files, folders or globs in quotes; each line has [bold]messages[/], or [bold]prompt[/] and
+            [bold]completion[/].
+        template: A chat template, in place of the folder's.
+        per_answer: Each answer follows the turns before it as a server shows them, for templates that change earlier
+            turns.
+    """
+    from linnet.evaluate.evaluators import ChatEvaluator
+
+    file = None if template is None else str(template)
+    run_evaluators(typed, run, [ChatEvaluator(paths=paths, template=file, per_answer=per_answer)], [], running)
 
 
 @evaluate.command()
@@ -339,7 +368,9 @@ class _Job:
     @property
     def rename(self) -> Callable[[str], str]:
         """Writes a problem of a key under the name of the option, or of the argument, that sets it."""
-        return by_option(self.options, **({"text": "PATH"} if "text_key" in self.options else {}))
+        names = {"text": "PATH"} if "text_key" in self.options else {"paths": "PATH"}
+        named = by_option(self.options, **names)
+        return lambda line: named(line.replace("data.per_answer=true", "--per-answer"))
 
 
 def run_evaluators(

@@ -9,6 +9,7 @@ new state (`linnet.data.loader.flatten_documents`). A conversation that is longe
 tokens behind its last target are left out, since they change no loss.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,17 @@ class Chat:
         borders = np.flatnonzero(np.diff(self.turns > 0)) + 1
         for tokens, turns in zip(np.split(self.tokens, borders), np.split(self.turns, borders), strict=True):
             yield bool(turns[0]), tokens
+
+    def answers(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Yields the number of each assistant's turn (as `turns`), the tokens before it, and its own.
+
+        The first token of a conversation follows none and is no target, as in a row.
+        """
+        borders = [0, *(np.flatnonzero(np.diff(self.turns)) + 1).tolist(), len(self.turns)]
+        for start, end in itertools.pairwise(borders):
+            if self.turns[start] and end > max(start, 1):
+                first = max(start, 1)
+                yield int(self.turns[start]), self.tokens[:first].tolist(), self.tokens[first:end].tolist()
 
     def cut(self, length: int) -> "Chat | None":
         """Returns the turns that fit into a row, up to the last target; None if the assistant's first does not fit."""

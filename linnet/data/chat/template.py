@@ -193,7 +193,7 @@ class ChatTemplate:
                 if not text.startswith(before):
                     what = "the start of its answer is not in the whole turn" if answer else "it changes earlier turns"
                     fix = "mark answers in the template with {% generation %}"
-                    fix = fix if answer else "set data.per_answer=true, which trains on one conversation per answer"
+                    fix = fix if answer else "set data.per_answer=true, which makes one conversation of each answer"
                     raise ValueError(f"the template cannot be split at messages.{place}: {what}; {fix}")
                 pieces.append((answer, text[len(before) :]))
                 before = text
