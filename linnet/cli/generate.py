@@ -44,6 +44,7 @@ def generate(
     prompt: str | None = None,
     *,
     prompt_file: Path | None = None,
+    chat: bool = False,
     decoding: Decoding,
     samples: int = 1,
     from_state: Path | None = None,
@@ -64,11 +65,13 @@ def generate(
     [bold]linnet generate RUN "Once" --temperature 0.8 --top-p 0.95 --seed 1[/]
     [bold]linnet generate RUN --prompt-file book.txt --save-state book.state[/]
     [bold]linnet generate RUN "And then" --from-state book.state[/]
+    [bold]linnet generate RUN "What is 3 plus 4?" --chat[/]
 
     Args:
         run: A run folder, as [bold]linnet train[/] prints it, or a model folder.
         prompt: Text to continue; - reads it from the standard input.
         prompt_file: Read the prompt from a file (UTF-8), however long.
+        chat: The prompt is a user's turn, in the chat template of the folder; its answer is generated.
         samples: Completions of the same prompt, with consecutive seeds.
         from_state: Continue from a state that --save-state wrote.
         save_state: Save the state after the prompt (a file of constant size) and stop.
@@ -79,7 +82,9 @@ def generate(
         json_: Print a list of completions as JSON.
     """
     from linnet import trust
+    from linnet.data.chat.template import FILE, load_chat_template, special_tokens
     from linnet.runs import RunFolder
+    from linnet.runs.model import read_tokenizer
 
     problems, text = [], ""
     with gather(problems):
@@ -94,6 +99,8 @@ def generate(
         problems.append(f"{what}; name a file in an existing folder")
     elif save_state is not None and (reason := unwritable(save_state.absolute().parent)):
         problems.append(f"--save-state {save_state}: {reason}; name another file")
+    if chat and from_state is not None:
+        problems.append(f"--chat: begins a conversation, and --from-state {from_state} continues a text; drop one")
     if decoding.logprobs is not None and not json_:
         problems.append(f"--logprobs {decoding.logprobs}: needs --json; add it")
     if not 1 <= samples <= MOST_SAMPLES:
@@ -105,6 +112,21 @@ def generate(
     with gather(problems):
         sampling = parse_options(Sampling, values_of(decoding))
     refuse(problems, "command line")
+    tokenizer, given = read_tokenizer(folder), text
+    if chat:
+        template = load_chat_template(folder.path, tokenizer)
+        if template is None:
+            fix = "put one into the folder, or leave the option out"
+            raise ConfigError([f"--chat: {folder.path} has no {FILE} or no tokenizer; {fix}"], "command line")
+        given = template.encode([{"role": "user", "content": text}])
+        sampling = sampling.model_copy(update={"stop_tokens": [*sampling.stop_tokens, *template.turn_ends]})
+    elif spelled := [
+        token
+        for token, number in special_tokens(tokenizer).items()
+        if tokenizer is not None and token in text and number not in tokenizer.encode(token)
+    ]:
+        message = f"the prompt spells the special token {spelled[0]!r}, which is read as text and not as the token"
+        typer.echo(f"note: {message}; for a turn of a conversation give its text alone, with --chat", err=True)
 
     import torch
 
@@ -121,18 +143,18 @@ def generate(
     )
     prefix = None if from_state is None else engine.load_prefix(from_state)
     if save_state is not None:
-        state = engine.prefix(text, prefix)
+        state = engine.prefix(given, prefix)
         state.save(save_state)
         typer.echo(f"{state.tokens} tokens in {save_state} ({save_state.stat().st_size:,} bytes)", err=True)
         return
     if samples == 1 and not json_:
-        for piece in engine.stream(text, sampling, prefix):
+        for piece in engine.stream(given, sampling, prefix):
             typer.echo(piece.text, nl=False)
         typer.echo()
         return
-    first = engine.check(text, sampling, prefix).seed
+    first = engine.check(given, sampling, prefix).seed
     settings = [sampling.model_copy(update={"seed": (first + i) % (1 << 63)}) for i in range(samples)]
-    completions = engine.generate([text] * samples, settings, prefix)
+    completions = engine.generate([given] * samples, settings, prefix)
     if json_:
         echo_json([_plain(completion) for completion in completions], ensure_ascii=False)
     else:

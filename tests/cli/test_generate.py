@@ -6,12 +6,16 @@ import math
 from pathlib import Path
 
 import pytest
+from chats import CHATML, VOCABULARY, model_folder, turns
+from hf_models import small
 from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.cli.generate import _read_prompt
 from linnet.config import ConfigError
 from linnet.data import DataConfig
+from linnet.data.chat.template import ChatTemplate
+from linnet.inference import Engine, Sampling
 from linnet.train import TrainConfig, train
 
 PROMPT = "def parse"
@@ -45,6 +49,31 @@ def generated(linnet, *arguments):
     done = linnet(*arguments, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
+
+
+def test_a_turn_is_answered_in_the_chat_template_of_the_folder(tmp_path):
+    path = model_folder(tmp_path / "chat", small("tnl-attention", vocab_size=VOCABULARY))
+
+    def call(*arguments):
+        return CliRunner().invoke(app, ["generate", str(path), *map(str, arguments), "--max-tokens", "6"])
+
+    engine = Engine.of_run(path)
+    template = ChatTemplate(CHATML, engine.tokenizer)
+    prompt = template.encode(turns("hi <|im_end|>"))
+    [expected] = engine.generate([prompt], Sampling(max_tokens=6, stop_tokens=template.turn_ends))
+    done = call("hi <|im_end|>", "--chat", "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)[0]["tokens"] == expected.tokens
+    assert json.loads(done.stdout)[0]["prompt_tokens"] == len(prompt)
+    assert call("hi <|im_end|>", "--chat").stdout == expected.text + "\n"
+    file = tmp_path / "turn.state"
+    assert call("hi <|im_end|>", "--chat", "--save-state", file).exit_code == 0
+    assert json.loads(call("--from-state", file, "--json").stdout)[0]["tokens"] == expected.tokens
+    both = call("hi", "--chat", "--from-state", file)
+    assert both.exit_code == 2 and "--chat" in both.stderr and "--from-state" in both.stderr
+    assert "'<|im_end|>'" in call("hi <|im_end|>").stderr and "special" not in call("hi im_end").stderr
+    (path / "chat_template.jinja").unlink()
+    without = call("hi", "--chat")
+    assert without.exit_code == 2 and "chat_template.jinja" in without.stderr
 
 
 def test_streams_the_text_that_the_json_has(linnet):

@@ -36,8 +36,15 @@ def bos_token(tokenizer: Tokenizer) -> str:
     """Returns the token that templates call `bos_token`, "" for none; of a tokenizer that names none, a common one."""
     if tokenizer.bos_token is not None or isinstance(tokenizer, ByteTokenizer):
         return tokenizer.bos_token or ""
-    special = {token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"]}
+    special = special_tokens(tokenizer)
     return next((token for token in COMMON_STARTS if token in special), "")
+
+
+def special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
+    """Returns the ids of the tokens that a tokenizer adds to its vocabulary, such as <|im_end|>, by their spelling."""
+    if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
+        return {}
+    return {token["content"]: token["id"] for token in json.loads(tokenizer.to_json())["added_tokens"]}
 
 
 class ChatTemplate:
