@@ -121,6 +121,8 @@ def serve(
     sizes = {"slots": slots, "context_length": context_length, "prefix_cache": prefix_cache}
     dtypes = dtype, state_dtype
     service = _load(run, settings, name, chat_template, sizes, device, devices, dtypes, compile_, allow_plugins)
+    if service.template is not None and service.template.note:
+        console.print(f"[bold yellow]warning[/] {escape(service.template.note)}")
     engine = service.engine
     host, listening = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

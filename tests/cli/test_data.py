@@ -43,9 +43,12 @@ def test_conversations_are_shown_with_their_targets_marked(tmp_path, monkeypatch
     assert found["conversations"] == 2 and found["answers"] == 3
     assert found["left_out"] == 1 and found["answers_left_out"] == 2
     assert [part["text"] for part in found["shown"][0] if part["target"]] == ["ho<|im_end|>\n"]
+    assert json.loads(show(file, "--per-answer", "--json").stdout)["conversations"] == 3
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
     assert "hi|[ho|]a|[b|]" in show(file, "--template", str(template)).stdout
+    assert "no special token ends" in show(file, "--from", str(folder), "--template", str(template)).stderr
+    assert "no special token ends" not in show(file, "--from", str(folder)).stderr
     for arguments, message in (
         ((str(tmp_path / "no.jsonl"),), "FILE: .*no.jsonl"),
         ((file, "--from", str(tmp_path)), "is not a run folder"),

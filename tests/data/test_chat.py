@@ -158,6 +158,15 @@ def test_answers_of_weight_0_may_be_changed_later(tokenizer):
     assert tokenizer.decode(chat.tokens[chat.turns == 2]) == "d\n" and not (chat.turns == 1).any()
 
 
+def test_a_template_without_a_token_that_ends_an_answer_has_a_note(tokenizer):
+    """A model of such a template answers without end, as one with ChatML and a tokenizer that lacks its tokens."""
+    lacking = ChatTemplate(CHATML.replace("im_end", "end_of_turn"), tokenizer)
+    assert not lacking.turn_ends and "'<|end_of_turn|>'" in lacking.note and "eos_token" in lacking.note
+    assert "writes none" in ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", tokenizer).note
+    for source in (CHATML, MARKED, CHATML.replace("'<|im_end|>'", "eos_token"), CHATML.replace("<|im", " <|im")):
+        assert ChatTemplate(source, tokenizer).note == ""
+
+
 DROPS = """{% for m in messages %}{% if loop.first or m.role != 'system' %}{{ m.role + ': ' + m.content + '\\n' }}
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""

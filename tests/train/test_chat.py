@@ -116,6 +116,16 @@ def test_loss_and_gradients_are_those_of_transformers(name, tmp_path):
         assert (grad - other).abs().max() <= 1e-4 * largest
 
 
+def test_a_template_without_an_end_of_answers_is_warned_about(values, tmp_path):
+    (tmp_path / "t.jinja").write_text(CHATML.replace("im_end", "end_of_turn"))
+    for template, warned in ((None, False), (str(tmp_path / "t.jinja"), True)):
+        rows: list[dict] = []
+        values["data"]["template"] = template
+        train(read_training(values | {"steps": 1}), tmp_path / "runs", tmp_path / "cache", progress=rows.append)
+        told = [row["text"] for row in rows if row.get("event") == "passes" and row.get("warning")]
+        assert any("<|end_of_turn|>" in text for text in told) == warned
+
+
 def test_a_run_validates_each_turn_and_is_a_chat_model(values, folder, tmp_path):
     values |= {"steps": 30, "run": {"device": "cpu", "evaluate_every": 15}, "data": values["data"] | {"seed": 1}}
     values["data"]["validation_fraction"] = 0.3

@@ -163,6 +163,8 @@ def show_chat(
         echo_json(counts | {"shown": [[{"text": text, "target": target} for text, target in chat] for chat in shown]})
         return
     console = Console(soft_wrap=True, highlight=False)
+    if from_ is not None and chosen.note:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold yellow]warning[/] {escape(chosen.note)}")
     columns = (f"#{key.replace('_', ' ')}" for key in counts)
     console.print(make_table(*columns, rows=[[f"{number:,}" for number in counts.values()]]))
     for number, parts in enumerate(shown, 1):

@@ -58,13 +58,14 @@ class ChatTemplate:
         turn_ends: special tokens that follow an assistant's turn; they end a completion.
         knows_tools: whether the template shows tools to the model.
         options: variables of its own that the template reads, such as `enable_thinking`.
+        note: what a person should know who uses the template; "" for nothing.
 
     Raises:
         ConfigError: the source is not a template, or it fails on a simple conversation.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, where: str = FILE):
-        self.source, self.tokenizer, self._inner = source, tokenizer, None
+        self.source, self.tokenizer, self._inner, self.note = source, tokenizer, None, ""
         self._special: dict[str, int] = {}
         self._anchors: set[str] = set()
         if not isinstance(tokenizer, ByteTokenizer):
@@ -256,8 +257,13 @@ class ChatTemplate:
         talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
         self._render(talk[:1], add_generation_prompt=True)  # as every chat does
         behind = self._render(talk, add_generation_prompt=False).partition(answer)[2].lstrip()
-        match = self._spelled.match(behind)
-        return [self._special[match[0]]] if match else []
+        if match := self._spelled.match(behind):
+            return [self._special[match[0]]]
+        end = behind.splitlines()[0].strip()[:40] if behind.strip() else ""
+        what = f"{end!r} behind an answer is text for this tokenizer" if end else "the template writes none behind it"
+        fix = "end the assistant's turns in the template with eos_token, or with a special token of tokenizer.json"
+        self.note = f"no special token ends an answer, so answers run to max_tokens: {what}; {fix}"
+        return []
 
     def _finds_tools(self) -> bool:
         talk, name = [{"role": "user", "content": "question"}], f"tool_{secrets.token_hex(8)}"

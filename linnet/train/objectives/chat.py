@@ -96,6 +96,8 @@ class ChatObjective(TextObjective):
         counts = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in self.data.counts.items() if count)
         lost = any(self.data.counts[key] for key in ("shortened", "left_out"))
         progress({"event": "passes", "text": f"{counts}, in {len(self.data.train):,} rows", "warning": lost})
+        if note := self.data.template.note:
+            progress({"event": "passes", "text": note, "warning": True})
 
     def batches(self) -> LabelledBatches:
         return LabelledBatches(self.data.train, self.config.batch_sizes, self.config.seed)
