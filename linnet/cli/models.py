@@ -152,7 +152,8 @@ def _print_table(rows: list[dict], context: int) -> None:
 
     caption = (
         "L layers, d width, h heads, g GLU width; millions of parameters without embeddings;\n"
-        f"PFLOPs per training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens.\n"
+        f"PFLOPs per training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens: "
+        "recurrent states in float32, keys and values in bfloat16 (float32 on a CPU: twice as much).\n"
         "Sizes in names are nominal: the papers' count the embeddings, -10m is about 5 million."
     )
     names = ("#L", "#d", "#h", "#g", "#params M", "#paper", "#exact", "#state")

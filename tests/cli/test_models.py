@@ -120,3 +120,15 @@ def test_a_mixer_of_a_file_is_counted_as_train_makes_it(tmp_path):
     (tmp_path / "wrong.py").write_text("")
     refused = CliRunner().invoke(app, ["models", "--mixer", f"{tmp_path}/wrong.py:X", "--mixer", "gone.py:Y"])
     assert refused.exit_code == 2 and "has no X" in refused.stderr and "gone.py does not exist" in refused.stderr
+
+
+def test_the_caption_says_the_precision_of_caches_that_the_column_counts():
+    shown = CliRunner().invoke(app, ["models", "llama-70m", "--context", "1024"]).stdout
+    assert "keys and values in bfloat16" in " ".join(shown.split())
+    sizes = [
+        json.loads(CliRunner().invoke(app, ["models", "llama-70m", "--json", "--context", context]).output)[0]
+        for context in ("1024", "2048")
+    ]
+    bfloat16 = 2 * sizes[0]["num_layers"] * sizes[0]["d_model"] * 2  # bytes per token, of keys and values
+    more = sizes[1]["state_bytes"] - sizes[0]["state_bytes"]
+    assert more == pytest.approx(1024 * bfloat16, rel=0.01), "the cache also has the place of each token"
