@@ -41,7 +41,8 @@ class ImageDataConfig(Config):
         kind: `images`, or `latents`: float16 arrays [N, C, S, S] that an encoder made.
         image_key: column (Parquet) or array (npz) of the images; None takes the usual names, such as `image`.
         label_key: column or array of the labels; None takes the usual names, such as `label`.
-        classes: the names of labels 0, 1, ...; None takes those of the source, or else the numbers.
+        classes: the names of labels 0, 1, ...; None takes those of the source, or else the numbers. A source that has
+            these names in another order keeps its own: its labels are renumbered.
         size: side in pixels that images get: the shorter side is resized to size / crop (bicubic), then the centre is
             cut out. Images of this size already stay as they are. None: all images must be squares of one size.
         crop: share of the shorter side that remains after the cut; see `size`.

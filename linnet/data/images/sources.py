@@ -181,14 +181,11 @@ def read_records(source: ImageSource, config: ImageDataConfig, problems: list[st
         problems.append(f"{getattr(error, 'filename', None) or source.path}: {damage(error)}")
 
 
-def class_names(sources: list[ImageSource]) -> list[str] | None:
-    """Returns the names of classes that metadata of Parquet files or of latents give, None if there are none."""
-    for source in sources:
-        if source.kind == "npz" and (about := about_latents(source.path.parent)):
-            return about["classes"]
-        if source.kind == "parquet" and (names := _parquet_names(source.path)):
-            return names
-    return None
+def class_names(source: ImageSource, config: ImageDataConfig) -> list[str] | None:
+    """Returns the names of labels 0, 1, ... that metadata of a Parquet file or of latents give, None without any."""
+    if source.kind == "npz" and (about := about_latents(source.path.parent)):
+        return about["classes"]
+    return _parquet_names(source.path, config.label_key) if source.kind == "parquet" else None
 
 
 def about_latents(folder: Path) -> dict | None:
@@ -444,16 +441,17 @@ def _column(wanted: str | None, key: str, usual: tuple[str, ...], names: list[st
     return column, "" if column else f"has none of {', '.join(usual)} but {', '.join(names)}; name one in {key}"
 
 
-def _parquet_names(path: Path) -> list[str] | None:
-    """Returns the class names in the metadata that the library `datasets` writes."""
+def _parquet_names(path: Path, label_key: str | None) -> list[str] | None:
+    """Returns the names of the labels in the metadata that the library `datasets` writes."""
     try:
         with open_parquet(path) as file:
-            stored = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
-        features = json.loads(stored).get("info", {}).get("features", {})
-        names = [value.get("names") for value in features.values() if value.get("_type") == "ClassLabel"]
+            schema = file.schema_arrow
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        names = {key: value.get("names") for key, value in features.items() if value.get("_type") == "ClassLabel"}
     except (BadFile, ValueError, AttributeError):
         return None
-    return names[0] if len(names) == 1 and isinstance(names[0], list) else None
+    label, _ = _column(label_key, "label_key", LABEL_NAMES, schema.names)
+    return names[label] if list(names) == [label] and isinstance(names[label], list) else None
 
 
 def _read_tar(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:

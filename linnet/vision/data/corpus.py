@@ -327,7 +327,9 @@ def _identity(config: ImageDataConfig, train: list[ImageSource], held: list[Imag
     if held:
         del values["validation_fraction"]
     values["source"], values["validation"] = sources.content(train, cache), sources.content(held, cache)
-    return {"images": FORMAT, **values}
+    # Only corpora whose labels are renumbered have this key: the others keep the names of their folders.
+    orders = _orders(config, [*train, *held], whole=not train)
+    return {"images": FORMAT, **values} | ({"label_names": orders} if any(orders) else {})
 
 
 # --- building
@@ -378,7 +380,7 @@ def _build(
         if not table.labels and not problems:
             problems.append(f"source: all of its {damaged} images are damaged, such as {skipped[-1]}")
         problems += _shape_problems(config, table)
-        classes, labels = _classes(config, every, table, problems, whole=not train)
+        classes, labels = _classes(config, every, counts, table, problems, whole=not train)
         is_held = np.arange(len(labels)) >= sum(counts[: len(train)]) if held else None
         refuse(problems, "data")
         split = _split(config, labels, np.array(table.hashes, dtype=np.uint64), is_held)
@@ -553,10 +555,46 @@ def _shape_problems(config: ImageDataConfig, table: _Table) -> list[str]:
     return problems
 
 
+def _given_names(config: ImageDataConfig, every: list[ImageSource]) -> list[str] | None:
+    """Returns the names of the classes that the configuration gives, or else the first source that has names."""
+    own = (sources.class_names(source, config) for source in every)
+    return config.classes or next((names for names in own if names), None)
+
+
+def _orders(config: ImageDataConfig, every: list[ImageSource], whole: bool) -> list[list[str] | None]:
+    """Returns what labels 0, 1, ... mean in each source where they are not the numbers of the corpus's classes.
+
+    A source that names its labels may have the same classes in another order. So may numbers as names: class folders
+    `0` to `11` are sorted as words, and a classifier that learned them is scored on arrays of numbers.
+    """
+    names = _given_names(config, every)
+    if names is None:
+        return [None] * len(every)
+    numbers = [str(number) for number in range(len(names))]
+    orders: list[list[str] | None] = []
+    for source in every:
+        own = sources.class_names(source, config)
+        if own is None and whole and sorted(names) == sorted(numbers):
+            own = numbers
+        # Names of which none is at another place are those of the corpus, or other words for them (`classes`).
+        moved = own is not None and any(name in names and names.index(name) != n for n, name in enumerate(own))
+        orders.append(own if moved or (own is not None and config.classes is None and own != names) else None)
+    return orders
+
+
 def _classes(
-    config: ImageDataConfig, every: list[ImageSource], table: _Table, problems: list[str], whole: bool
+    config: ImageDataConfig,
+    every: list[ImageSource],
+    counts: list[int],
+    table: _Table,
+    problems: list[str],
+    whole: bool,
 ) -> tuple[list[str], np.ndarray]:
-    """Returns the names of the classes, and the class of each image (int64)."""
+    """Returns the names of the classes, and the class of each image (int64).
+
+    Args:
+        counts: images of each source; `table` has them one source after another.
+    """
     labels = table.labels
     if not labels:
         return [], np.empty(0, dtype=np.int64)
@@ -567,16 +605,31 @@ def _classes(
         return [], np.empty(0, dtype=np.int64)
     if all(numbers):
         most = max(2, min(max(labels) + 1, MOST_CLASSES))  # type: ignore[type-var, operator]
-        names = config.classes or sources.class_names(every) or [str(number) for number in range(most)]
-        outside = [place for place, label in enumerate(labels) if not 0 <= label < len(names)]  # type: ignore[operator]
+        names = _given_names(config, every) or [str(number) for number in range(most)]
+        orders = _orders(config, every, whole)
+        meaning = [order or names for order, count in zip(orders, counts, strict=True) for _ in range(count)]
+        outside = [place for place, label in enumerate(labels) if not 0 <= label < len(meaning[place])]  # type: ignore[operator]
         if outside:
             first = outside[0]
             problems.append(
-                f"{table.names[first]}: label {labels[first]} is outside the classes 0 to {len(names) - 1} "
+                f"{table.names[first]}: label {labels[first]} is outside the classes 0 to {len(meaning[first]) - 1} "
                 f"({len(outside)} such images); correct the labels, or give all names in classes"
             )
             return names, np.zeros(len(labels), dtype=np.int64)
-        return names, np.array(labels, dtype=np.int64)
+        for source, order in zip(every, orders, strict=True):
+            if order and (unknown := [name for name in order if name not in names]):
+                own, known = (", ".join(words[:NAMED]) for words in (order, names))
+                fix = "give the names of all its labels in classes, or leave it out"
+                problems.append(
+                    f"classes: {source.path} names its labels {own}, and {unknown[0]!r} is not one of {known}; {fix}"
+                )
+                return names, np.zeros(len(labels), dtype=np.int64)
+        place = {name: number for number, name in enumerate(names)}
+        classes = [
+            label if meant is names else place[meant[label]]  # type: ignore[index]
+            for meant, label in zip(meaning, labels, strict=True)
+        ]
+        return names, np.array(classes, dtype=np.int64)
     names = config.classes or sorted({str(label) for label in labels})
     place = {name: number for number, name in enumerate(names)}
     unknown = sorted({str(label) for label in labels} - set(names))

@@ -188,7 +188,7 @@ def misfits(corpus: "ImageCorpus", model: "VisionConfig", names: list[str] | Non
             f"has {len(corpus.classes)} classes, but the model was trained on {model.classes}; give images of the same "
             "classes"
         )
-    elif names is not None and corpus.classes != names and not _numbers(corpus.classes):
+    elif names is not None and corpus.classes != names and not numbered(corpus.classes):
         classes, other = ", ".join(corpus.classes[:5]), ", ".join(names[:5])
         problems.append(
             f"its classes ({classes}) are not those of the model ({other}); give images of the same classes"
@@ -232,7 +232,7 @@ def _of_cache(problem: str, cache: Path) -> str:
     return f"cache: {problem}" if problem.startswith(f"{cache}: ") else problem
 
 
-def _numbers(names: list[str]) -> bool:
+def numbered(names: list[str]) -> bool:
     """Whether classes have no names but their numbers."""
     return names == [str(i) for i in range(len(names))]
 

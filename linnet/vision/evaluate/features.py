@@ -29,6 +29,7 @@ from linnet.inference.prefix import weights_digest as digest_of_weights
 from linnet.runs import RunFolder
 from linnet.runs.checkpoint import sha256
 from linnet.runs.model import load_model, read_config
+from linnet.vision.evaluate import read_classes
 
 if TYPE_CHECKING:
     from linnet.vision.data import ImageSplit
@@ -313,7 +314,7 @@ class Extractor:
         name: of the network, in names of distances. digest: of its weights, 12 hexadecimal digits.
         features: uint8 images [n, C, H, W] on `device` -> float32 [n, D].
         classify: the same images -> logits [n, classes], for a network whose classes may be those of the samples.
-        classes: number of classes.
+        classes: number of classes. names: of these, if they are known.
         spatial: the same images -> float32 [n, D], features that keep their places, for sFID; None without them.
         logits: the same images -> logits of the Inception Score; None of a network other than Inception.
     """
@@ -326,6 +327,7 @@ class Extractor:
     classes: int | None = None
     spatial: Callable[[Tensor], Tensor] | None = None
     logits: Callable[[Tensor], Tensor] | None = None
+    names: list[str] | None = None
 
     @property
     def distance(self) -> str:
@@ -391,10 +393,11 @@ def find_extractor(given: str | Path, *, allow_plugins: bool = False, key: str =
         try:
             folder = RunFolder.open(path)
             config = read_config(folder, allow_plugins, ("classifier",))
+            names = read_classes(folder.path, config.classes)
         except ConfigError as error:
             raise ConfigError([f"{key}: {line}" for line in error.problems], "evaluate") from None
         name = folder.path.resolve().name
-        load = functools.partial(_of_run, name, path, allow_plugins)
+        load = functools.partial(_of_run, name, path, allow_plugins, names)
         return Network(name, load, config.channels, config.image_size, config.classes)
     if not path.is_file():
         raise ConfigError(
@@ -418,11 +421,11 @@ def find_extractor(given: str | Path, *, allow_plugins: bool = False, key: str =
     )
 
 
-def _of_run(name: str, path: Path, allow_plugins: bool, device: torch.device) -> Extractor:
+def _of_run(name: str, path: Path, allow_plugins: bool, names: list[str] | None, device: torch.device) -> Extractor:
     model, _ = load_model(path, device, allow_plugins=allow_plugins, kinds=("classifier",))
     features = torch.no_grad()(lambda images: model.features(images).float())
     classify = torch.no_grad()(lambda images: model(images).float())
-    return Extractor(name, digest_of_weights(model), features, device, classify, model.config.classes)
+    return Extractor(name, digest_of_weights(model), features, device, classify, model.config.classes, names=names)
 
 
 def _efficientnet(path: Path, digest: str, device: torch.device) -> Extractor:

@@ -13,7 +13,7 @@ import torch
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from linnet.config import Config, checking, gather, parse, refuse, unwritable
+from linnet.config import Config, ConfigError, checking, gather, parse, refuse, unwritable
 from linnet.data.images.decode import check_png, encode_png, picture_grid
 from linnet.evaluate.classification import wilson
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
@@ -21,7 +21,7 @@ from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.runs import RunFolder
 from linnet.vision.config import DenoiserConfig
 from linnet.vision.data import ImageCorpus, ImageDataConfig
-from linnet.vision.evaluate import open_training_images
+from linnet.vision.evaluate import numbered, open_training_images
 from linnet.vision.evaluate.features import (
     NEIGHBOUR,
     SPLITS,
@@ -108,10 +108,10 @@ class SampleEvaluator(Config, Evaluator):
         with checking("evaluate"):
             device = next(session.model.parameters()).device
             folder = RunFolder.open(session.path)
-            self._networks = open_networks(self._found, session.model.config, device)
             if self._decoder is not None:
                 self._opened = self._decoder.open(device, sources_of(folder))
             self._corpus = open_training_images(folder, self.cache)
+            self._networks = open_networks(self._found, self._corpus.classes, device)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         corpus, networks, model = self._corpus, self._networks, session.model
@@ -217,16 +217,42 @@ def network_problems(
     return problems
 
 
-def open_networks(networks: Mapping[str, Network], model: DenoiserConfig, device: torch.device) -> Networks:
-    """Loads what `find_networks` found. Raises ConfigError where weights cannot be read."""
+def open_networks(networks: Mapping[str, Network], classes: list[str], device: torch.device) -> Networks:
+    """Loads what `find_networks` found; the classifier gives logits in the order of the denoiser's classes.
+
+    Args:
+        classes: names of the classes of the denoiser.
+
+    Raises:
+        ConfigError: weights cannot be read, or a classifier that was named has other classes.
+    """
     opened: dict[str, Extractor] = {}
     with checking("evaluate") as problems:
         for key, network in networks.items():
             with gather(problems):
                 opened[key] = network.open(device)
     extractor = opened["extractor"]
-    fits = extractor.classify is not None and extractor.classes == model.classes
-    return Networks(extractor, opened.get("classifier", extractor if fits else None))
+    if "classifier" not in opened:
+        return Networks(extractor, _in_order(extractor, classes))
+    classifier = _in_order(opened["classifier"], classes)
+    if classifier is None:
+        given, wanted = (", ".join(names[:5]) for names in (opened["classifier"].names or [], classes))
+        problem = f"classifier: {opened['classifier'].name} has the classes {given}, and the denoiser {wanted}"
+        raise ConfigError([f"{problem}; use the run of a classifier of the same images"], "evaluate")
+    return Networks(extractor, classifier)
+
+
+def _in_order(network: Extractor, classes: list[str]) -> Extractor | None:
+    """Returns a network whose logits are those of `classes`, in this order; None if it has other classes."""
+    classify, names = network.classify, network.names
+    if classify is None or network.classes != len(classes):
+        return None
+    if names is None or names == classes:
+        return network
+    if sorted(names) != sorted(classes):
+        return network if numbered(names) or numbered(classes) else None
+    order = [names.index(name) for name in classes]
+    return replace(network, classify=lambda images: classify(images)[:, order], names=classes)
 
 
 @dataclass(frozen=True)

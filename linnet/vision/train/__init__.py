@@ -185,7 +185,7 @@ class SampleEvaluation(Evaluation, SampleConfig):
                 for split in (corpus.train, corpus.validation)
                 if len(split) < 2
             ]
-            networks = open_networks(unopened, subject.model, subject.device)
+            networks = open_networks(unopened, corpus.classes, subject.device)
             opened = None if decoder is None else decoder.open(subject.device, subject.data.source)
 
         def measure(model: Denoiser) -> Found:

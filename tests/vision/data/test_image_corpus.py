@@ -90,6 +90,40 @@ def test_names_of_classes(layouts, tmp_path):
     assert by_pixels(prepare_images(turned, tmp_path / "cache"))[0][0] == "ant"
 
 
+def test_labels_mean_what_their_own_source_says(layouts, tmp_path):
+    """Two files with the classes in another order; numbers for a model of folders that are named by numbers."""
+    true = sorted(("xyz"[n % 3], layouts.values[n].transpose(2, 0, 1).tobytes()) for n in range(30))
+    first = layouts.parquet("first.parquet", range(15), names="xyz")
+    layouts.labels = 2 - layouts.labels
+    second = layouts.parquet("second.parquet", range(15, 30), names="zyx")
+    found = prepare_images(config_of(first, second), tmp_path / "cache")
+    assert found.classes == ["x", "y", "z"] and by_pixels(found) == true
+    held = prepare_images(config_of(first, validation=[str(second)]), tmp_path / "cache")
+    assert sorted(by_pixels(held)) == true
+    scored = prepare_images(config_of(second, classes=["x", "y", "z", "w"]), tmp_path / "cache", whole=True)
+    assert by_pixels(scored) == [row for row in true if row[1] in {pixels for _, pixels in by_pixels(scored)}]
+    other = layouts.parquet("other.parquet", names="xzq")  # of which y is another word for neither
+    for config in (config_of(first, other), config_of(other, classes=["x", "y", "z"])):
+        with pytest.raises(ConfigError, match="classes: .*other.parquet names its labels x, z, q, and 'q' is not one"):
+            prepare_images(config, tmp_path / "cache")
+    words = prepare_images(config_of(second, classes=["ant", "bee", "cat"]), tmp_path / "cache")
+    assert words.train.labels(slice(None)).tolist() == layouts.labels[15:][words.train.indices].tolist()
+    many = layouts.npz(image=np.concatenate([layouts.values, layouts.values ^ 1]), label=np.arange(60) % 12)
+    folders = sorted(map(str, range(12)))  # "0", "1", "10", "11", "2", ...
+    scored = prepare_images(config_of(many, classes=folders), tmp_path / "cache", whole=True).validation
+    assert [folders[label] for label in scored.labels(slice(None))] == [str(number % 12) for number in range(60)]
+
+
+def test_names_of_another_column_are_not_those_of_the_labels(layouts, tmp_path):
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(layouts.parquet(names="xyz"))
+    table = table.append_column("kind", table["label"]).replace_schema_metadata(table.schema.metadata)
+    pyarrow.parquet.write_table(table, tmp_path / "two.parquet")
+    found = prepare_images(config_of(tmp_path / "two.parquet", label_key="kind"), tmp_path / "cache")
+    assert found.classes == ["0", "1", "2"]
+
+
 def test_copies_of_held_out_images_are_left_out_of_training(layouts, tmp_path):
     """Also if they are stored in another format: the pixels count."""
     path = layouts.folders()

@@ -1,6 +1,8 @@
 """Extractors, what they refuse, and the order that distances between sets of real images must have."""
 
+import json
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from linnet.vision.evaluate.features import (
     resized,
     statistics,
 )
+from linnet.vision.evaluate.samples import find_networks, open_networks
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,22 @@ def test_features_are_cached_by_corpus_and_extractor(classifier, corpus, tmp_pat
     file.write_bytes(b"torn")
     features_of(extractor, corpus.validation, corpus.digest, tmp_path, computed.append)
     assert sum(computed) == 2 * 297
+
+
+def test_a_classifier_answers_in_the_order_of_the_classes_of_the_denoiser(classifier, corpus, tmp_path):
+    """A classifier of the same classes in another order, and one of as many other classes."""
+    run = shutil.copytree(classifier, tmp_path / "run")
+    images, device, digits = corpus.validation.images(slice(0, 40)), torch.device("cpu"), [*"0123456789"]
+    plain = open_networks(find_networks(run, run, []), digits, device).classifier.classify(images)
+    words = [f"word {digit}" for digit in digits]
+    (run / "classes.json").write_text(json.dumps(words[::-1]))
+    turned = open_networks(find_networks(run, None, []), words, device).classifier
+    assert torch.equal(turned.classify(images), plain.flip(1))
+    assert torch.equal(open_networks(find_networks(run, run, []), digits, device).classifier.classify(images), plain)
+    other = [f"other {digit}" for digit in digits]
+    assert open_networks(find_networks(run, None, []), other, device).classifier is None
+    with pytest.raises(ConfigError, match="classifier: run has the classes word 9, .* and the denoiser other 0"):
+        open_networks(find_networks(run, run, []), other, device)
 
 
 def test_images_that_an_extractor_does_not_know_are_refused(classifier):
