@@ -496,6 +496,10 @@ def _not_yaml(path: Path) -> str | None:
     return None
 
 
+SHORT_FORMS = {"model": "recipe", "data": "source", "augment": "kind"}
+"""Sections that a file may write as one word: the key that it stands for."""
+
+
 def override(values: dict, assignments: list[str]) -> dict:
     """Applies `a.b=value` assignments (values in YAML; `a.0.b` in a list) to a nested dictionary; returns a new one."""
     result, problems = copy.deepcopy(values), []
@@ -507,30 +511,36 @@ def override(values: dict, assignments: list[str]) -> dict:
         if key.count(".") >= MOST_DEPTH:
             problems.append(f"--set {shown(assignment)}: the key has more than {MOST_DEPTH} levels; write fewer")
             continue
+        section, *inner = key.split(".")
+        if inner and section in SHORT_FORMS and isinstance(result.get(section), str):
+            result[section] = {SHORT_FORMS[section]: result[section]}
         try:
             result = _assigned(result, key.split("."), parse_yaml(text))
         except DuplicateKeys as error:
             problems += [f"--set {shown(assignment)}: {line}" for line in error.problems]
         except yaml.YAMLError as error:
             problems.append(f"--set {shown(assignment)}: the value is not YAML ({' '.join(str(error).split())})")
-        except IndexError as error:
+        except (IndexError, TypeError) as error:
             problems.append(f"--set {shown(assignment)}: {error}")
     refuse(problems, "command line")
     return result
 
 
-def _assigned(node: typing.Any, key: list[str], value: typing.Any) -> typing.Any:
-    """Returns `node` with a value at a key; anything but a mapping (or a list, if the key is a number) is replaced."""
+def _assigned(node: typing.Any, key: list[str], value: typing.Any, path: str = "") -> typing.Any:
+    """Returns `node` with a value at a key. Raises IndexError or TypeError where it has no place for the key."""
     if not key:
         return value
     part, *rest = key
-    if isinstance(node, list) and part.isascii() and part.isdecimal():
+    inner = f"{path}.{part}" if path else part
+    if isinstance(node, list):
+        if not (part.isascii() and part.isdecimal()) or int(part) >= len(node):
+            fix = f"give 0 to {len(node) - 1}" if node else f"give all of it: --set {path}=[...]"
+            raise IndexError(f"{path} is a list of {len(node)} items, which has no {part!r}; {fix}")
         place = int(part)
-        if place >= len(node):
-            raise IndexError(f"the list has {len(node)} items; give 0 to {len(node) - 1}")
-        return [*node[:place], _assigned(node[place], rest, value), *node[place + 1 :]]
-    node = node if isinstance(node, dict) else {}
-    return {**node, part: _assigned(node.get(part), rest, value)}
+        return [*node[:place], _assigned(node[place], rest, value, inner), *node[place + 1 :]]
+    if node is not None and not isinstance(node, dict):
+        raise TypeError(f"{path} is {shown(node)}, which has no key {part!r}; give all of it: --set {path}={{...}}")
+    return {**(node or {}), part: _assigned((node or {}).get(part), rest, value, inner)}
 
 
 def digest(values: typing.Any) -> str:

@@ -232,6 +232,17 @@ def test_numbers_in_scientific_notation_are_numbers():
     assert values == {"a": 3e-4, "b": 1e5, "c": -2e3, "d": 150.0, "e": "e5", "f": 0x1E3, "g": 12}
 
 
+def test_overrides_keep_what_a_section_says_in_one_word():
+    """`data: photos` with `--set data.size=32` lost the photos, and trained on the default data."""
+    words = {"data": "photos", "augment": "crop_flip", "seed": 3, "tokenizer": "byte", "none": None}
+    after = override(words, ["data.size=32", "augment.mixup=0.8", "model=vit-8px", "model.pool=cls", "none.a=1"])
+    assert after["data"] == {"source": "photos", "size": 32} and after["augment"] == {"kind": "crop_flip", "mixup": 0.8}
+    assert after["model"] == {"recipe": "vit-8px", "pool": "cls"} and after["none"] == {"a": 1}
+    for key, value in (("seed.x", "3"), ("tokenizer.size", "'byte'")):
+        with pytest.raises(ConfigError, match=rf"{key}=1.* is {value}, which has no key"):
+            override(words, [f"{key}=1"])
+
+
 def test_overrides_reach_nested_keys_and_leave_the_original_alone():
     before = {"a": 1, "b": {"c": 2}}
     after = override(before, ["b.c=3e-4", "b.d=[1, 2]", "x.y=text", "a=null"])
@@ -241,7 +252,9 @@ def test_overrides_reach_nested_keys_and_leave_the_original_alone():
         override(before, ["nothing", "=3", "a={"])
     listed = {"a": [{"b": 1}, [2, 3]]}
     assert override(listed, ["a.0.b=5", "a.1.0=7"]) == {"a": [{"b": 5}, [7, 3]]} and listed["a"][0] == {"b": 1}
-    assert override(listed, ["a.x=1"]) == {"a": {"x": 1}}
+    for key in ("a.x", "a.1.x"):
+        with pytest.raises(ConfigError, match=rf"{key}=1.* is a list of \d items, which has no 'x'; give 0 to"):
+            override(listed, [f"{key}=1"])
     with pytest.raises(ConfigError, match="--set 'a.2=1': .* 2 "):
         override(listed, ["a.2=1"])
     assert len(error.value.problems) == 3

@@ -317,8 +317,6 @@ def _settings(
             plugins = plugins if isinstance(plugins, list) else [plugins]
             values["plugins"] = plugins if mixer in plugins else [*plugins, mixer]
         values.setdefault("model", new)
-    if assignments and isinstance(values.get("model"), str):
-        values["model"] = {"recipe": values["model"]}  # so that --set model.vocab_size=... changes the recipe
     with gather(problems):
         values = override(values, assignments)
     config_problems: list[str] = []
