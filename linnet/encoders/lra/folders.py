@@ -33,6 +33,7 @@ from linnet.encoders.lra.task import END, SPLITS, SYMBOLS, UNKNOWN, LraDataConfi
 HELD_OUT = 0.1
 RARE = 15  # characters of Text that occur less often are unknown
 CUT = {"listops": LISTOPS_FORMS["full"].cut, "text": 4096, "retrieval": 4000}  # tokens with the end
+CIFAR_CLASSES = 10
 LEVEL = "curv_contour_length_14"  # the hard images of Pathfinder, which scores are for
 BELOW = {  # folders of the releases, below the named one
     "listops": ("listops-1000", "listops"),
@@ -76,7 +77,7 @@ class Folder:
         mean, std = GREY if grey else COLOUR
         augment = "none" if grey else "crop_flip"
         values = {"grid": (32, 32), "channels": len(mean), "mean": mean, "std": std, "augment": augment}
-        return LraTask(name, "pixels", 10, 32 * 32, **values)  # type: ignore[arg-type]
+        return LraTask(name, "pixels", CIFAR_CLASSES, 32 * 32, **values)  # type: ignore[arg-type]
 
     def units(self) -> list[Unit]:
         return [Unit(split, 0) for split in SPLITS if split != "validation" or self.settings.get("held_out", True)]
@@ -315,8 +316,9 @@ def _read_images(root: Path, part: str, convert: str) -> Iterator[Row]:
     for source in find_sources([str(root)], "source", problems, []):
         if source.part == part:
             for record in read_records(source, config, problems):
-                if isinstance(record.label, str):
-                    raise ConfigError([f"{record.name}: has the class {record.label!r}; give labels 0 to 9"], "data")
+                if isinstance(record.label, str) or record.label not in range(CIFAR_CLASSES):
+                    fix = f"give labels 0 to {CIFAR_CLASSES - 1}"
+                    raise ConfigError([f"{record.name}: has the class {record.label!r}; {fix}"], "data")
                 yield _pixels(record.data, record.name, convert, 32), record.label
     refuse(problems, "data")
 

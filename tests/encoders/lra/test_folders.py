@@ -162,6 +162,18 @@ def test_cifar_is_grey_or_coloured(tmp_path):
     assert np.array_equal(rows.inputs, data["test"].transpose(0, 3, 1, 2)) and rows.labels.tolist() == [*range(10)] * 2
 
 
+def test_labels_beyond_those_of_cifar10_are_refused(tmp_path):
+    """CIFAR-100 has the same form."""
+    images = np.zeros((3, 32, 32, 3), dtype=np.uint8)
+    for label in (10, -1):
+        folder = tmp_path / f"labels{label}"
+        folder.mkdir()
+        labels = np.array([0, 1, label])
+        np.savez(folder / "cifar.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+        with pytest.raises(ConfigError, match=f"cifar.npz.* has the class {label}; give labels 0 to 9"):
+            read(folder, tmp_path / "cache", "image")
+
+
 def test_augmented_images_have_mirrored_borders():
     images = torch.arange(64 * 2 * 8 * 8, dtype=torch.int64).reshape(64, 2, 8, 8)
     found = augment_lra(images, seed=0, position=3, padding=4)
