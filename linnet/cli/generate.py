@@ -112,13 +112,13 @@ def generate(
     with gather(problems):
         sampling = parse_options(Sampling, values_of(decoding))
     refuse(problems, "command line")
-    tokenizer, given = read_tokenizer(folder), text
+    tokenizer, turn = read_tokenizer(folder), text
     if chat:
         template = load_chat_template(folder.path, tokenizer)
         if template is None:
             fix = "put one into the folder, or leave the option out"
             raise ConfigError([f"--chat: {folder.path} has no {FILE} or no tokenizer; {fix}"], "command line")
-        given = template.encode([{"role": "user", "content": text}])
+        turn = template.encode([{"role": "user", "content": text}])
         sampling = sampling.model_copy(update={"stop_tokens": [*sampling.stop_tokens, *template.turn_ends]})
     elif spelled := [
         token
@@ -143,18 +143,18 @@ def generate(
     )
     prefix = None if from_state is None else engine.load_prefix(from_state)
     if save_state is not None:
-        state = engine.prefix(given, prefix)
+        state = engine.prefix(turn, prefix)
         state.save(save_state)
         typer.echo(f"{state.tokens} tokens in {save_state} ({save_state.stat().st_size:,} bytes)", err=True)
         return
     if samples == 1 and not json_:
-        for piece in engine.stream(given, sampling, prefix):
+        for piece in engine.stream(turn, sampling, prefix):
             typer.echo(piece.text, nl=False)
         typer.echo()
         return
-    first = engine.check(given, sampling, prefix).seed
+    first = engine.check(turn, sampling, prefix).seed
     settings = [sampling.model_copy(update={"seed": (first + i) % (1 << 63)}) for i in range(samples)]
-    completions = engine.generate([given] * samples, settings, prefix)
+    completions = engine.generate([turn] * samples, settings, prefix)
     if json_:
         echo_json([_plain(completion) for completion in completions], ensure_ascii=False)
     else:

@@ -62,11 +62,11 @@ def environment() -> jinja2.Environment:
 def variables(made: jinja2.Environment, source: str) -> set[str]:
     """Returns the names that a template reads and does not set, or sets only where none was given."""
     tree = made.parse(source)
-    own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     for check in tree.find_all((nodes.Test, nodes.Filter)):
         if check.name in ("defined", "undefined", "default", "d") and isinstance(check.node, nodes.Name):
-            own.discard(check.node.name)
-    return meta.find_undeclared_variables(tree) - made.globals.keys() - own
+            assigned.discard(check.node.name)
+    return meta.find_undeclared_variables(tree) - made.globals.keys() - assigned
 
 
 def answer(template: jinja2.Template | None, line: str) -> tuple[jinja2.Template | None, dict]:

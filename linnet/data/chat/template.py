@@ -110,8 +110,8 @@ class ChatTemplate:
         hidden = _Hidden(self._spelled)
         try:
             self._check_shown(messages, list(tools))
-            given = hidden.hide(dict(options or {}))
-            text = self._render(hidden.hide(messages), True, hidden.hide(list(tools)), options=given)
+            extra = hidden.hide(dict(options or {}))
+            text = self._render(hidden.hide(messages), True, hidden.hide(list(tools)), options=extra)
             return self._encode(text, hidden)
         except Exception as error:
             raise ConfigError([f"messages: do not fit the model's chat template ({error})"], "request") from None
@@ -248,8 +248,8 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         variables = {**(options or {}), **self._variables}
-        given = (messages, add_generation_prompt, tools or None, mark, date)
-        variables |= dict(zip(GIVEN, given, strict=True))
+        values = (messages, add_generation_prompt, tools or None, mark, date)
+        variables |= dict(zip(GIVEN, values, strict=True))
         return self._renderer.render(variables)
 
     def _find_turn_ends(self) -> list[int]:

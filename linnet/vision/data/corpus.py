@@ -557,8 +557,8 @@ def _shape_problems(config: ImageDataConfig, table: _Table) -> list[str]:
 
 def _given_names(config: ImageDataConfig, every: list[ImageSource]) -> list[str] | None:
     """Returns the names of the classes that the configuration gives, or else the first source that has names."""
-    own = (sources.class_names(source, config) for source in every)
-    return config.classes or next((names for names in own if names), None)
+    lists = (sources.class_names(source, config) for source in every)
+    return config.classes or next((names for names in lists if names), None)
 
 
 def _orders(config: ImageDataConfig, every: list[ImageSource], whole: bool) -> list[list[str] | None]:
@@ -573,12 +573,13 @@ def _orders(config: ImageDataConfig, every: list[ImageSource], whole: bool) -> l
     numbers = [str(number) for number in range(len(names))]
     orders: list[list[str] | None] = []
     for source in every:
-        own = sources.class_names(source, config)
-        if own is None and whole and sorted(names) == sorted(numbers):
-            own = numbers
+        labels = sources.class_names(source, config)
+        if labels is None and whole and sorted(names) == sorted(numbers):
+            labels = numbers
         # Names of which none is at another place are those of the corpus, or other words for them (`classes`).
-        moved = own is not None and any(name in names and names.index(name) != n for n, name in enumerate(own))
-        orders.append(own if moved or (own is not None and config.classes is None and own != names) else None)
+        moved = labels is not None and any(name in names and names.index(name) != n for n, name in enumerate(labels))
+        others = labels is not None and config.classes is None and labels != names
+        orders.append(labels if moved or others else None)
     return orders
 
 
@@ -618,10 +619,10 @@ def _classes(
             return names, np.zeros(len(labels), dtype=np.int64)
         for source, order in zip(every, orders, strict=True):
             if order and (unknown := [name for name in order if name not in names]):
-                own, known = (", ".join(words[:NAMED]) for words in (order, names))
+                stated, known = (", ".join(words[:NAMED]) for words in (order, names))
                 fix = "give the names of all its labels in classes, or leave it out"
                 problems.append(
-                    f"classes: {source.path} names its labels {own}, and {unknown[0]!r} is not one of {known}; {fix}"
+                    f"classes: {source.path} names its labels {stated}, and {unknown[0]!r} is not one of {known}; {fix}"
                 )
                 return names, np.zeros(len(labels), dtype=np.int64)
         place = {name: number for number, name in enumerate(names)}

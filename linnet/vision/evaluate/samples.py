@@ -236,8 +236,8 @@ def open_networks(networks: Mapping[str, Network], classes: list[str], device: t
         return Networks(extractor, _in_order(extractor, classes))
     classifier = _in_order(opened["classifier"], classes)
     if classifier is None:
-        given, wanted = (", ".join(names[:5]) for names in (opened["classifier"].names or [], classes))
-        problem = f"classifier: {opened['classifier'].name} has the classes {given}, and the denoiser {wanted}"
+        stated, needed = (", ".join(names[:5]) for names in (opened["classifier"].names or [], classes))
+        problem = f"classifier: {opened['classifier'].name} has the classes {stated}, and the denoiser {needed}"
         raise ConfigError([f"{problem}; use the run of a classifier of the same images"], "evaluate")
     return Networks(extractor, classifier)
 
