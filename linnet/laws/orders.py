@@ -240,8 +240,8 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
         every = [_apart(test, limit) for test in tested]
         apart = frozenset.intersection(*(form.apart for form in every))
         laws, sign = laws_of[key], 1 if key == "gain" else -1  # a smaller gain is a slope nearer to 0
-        place = every[0].at if key == "L" else None
-        kept = [(low, high) for low, high in apart if _without_each(laws[low], laws[high], place) in (sign, None)]
+        compute = every[0].at if key == "L" else None
+        kept = [(low, high) for low, high in apart if _without_each(laws[low], laws[high], compute) in (sign, None)]
         result[key] = replace(every[0], apart=frozenset(kept))
     return result
 
@@ -265,10 +265,10 @@ def _without_each(first: Any, second: Any, at: float | None) -> int | None:
             if not len(x) or np.ptp(x) < NEAR:
                 return None
             columns = np.stack([np.ones_like(x), x - math.log(at or 1.0)], axis=1)
-            inverse, place = np.linalg.inv(columns.T @ columns), int(at is None)
+            inverse, column = np.linalg.inv(columns.T @ columns), int(at is None)
             estimates = inverse @ columns.T @ (y - np.log(base.predict(np.exp(x))))
-            difference += factor * estimates[place]
-            variance += law.noise[0] * inverse[place, place]
+            difference += factor * estimates[column]
+            variance += law.noise[0] * inverse[column, column]
         signs.add(int(np.sign(difference)) if abs(difference) > 1.96 * math.sqrt(variance) else 0)
     return signs.pop() if len(signs) == 1 else 0
 

@@ -111,23 +111,23 @@ def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Compa
     first_settings, second_settings = (_whole(scores, name) if name in scores else {} for name in (first, second))
     every = [Place(width, *shape) for width in MQAR_WIDTHS for shape in HARDER]
     pairs = {
-        place: _pairs(first_settings[place], second_settings[place], scores.metric)
-        for place in sorted(first_settings.keys() & second_settings.keys())
+        setting: _pairs(first_settings[setting], second_settings[setting], scores.metric)
+        for setting in sorted(first_settings.keys() & second_settings.keys())
     }
-    pairs = {place: of_seeds for place, of_seeds in pairs.items() if of_seeds}
-    accuracies = {place: tuple(map(fmean, zip(*of_seeds, strict=True))) for place, of_seeds in pairs.items()}
-    compared = [place for place, levels in accuracies.items() if min(levels) < SOLVED]
-    p = [t_test([high - low for high, low in pairs[place]]) for place in compared]
+    pairs = {setting: of_seeds for setting, of_seeds in pairs.items() if of_seeds}
+    accuracies = {setting: tuple(map(fmean, zip(*of_seeds, strict=True))) for setting, of_seeds in pairs.items()}
+    compared = [setting for setting, levels in accuracies.items() if min(levels) < SOLVED]
+    p = [t_test([high - low for high, low in pairs[setting]]) for setting in compared]
     alone = dict(zip(compared, (1.0 if value is None else value for value in p), strict=True))
     together = dict(zip(compared, holm(list(alone.values())), strict=True))
     wrong, close = {}, []
-    for place in compared:
-        high, low = accuracies[place]
-        if high < low and together[place] < LEVEL:
-            wrong[place] = "below"
-        elif high < low or ((low < OPEN or len(pairs[place]) < 2) and alone[place] >= LEVEL):
-            close.append(place)
-    missing = tuple(place for place in every if place not in pairs)
+    for setting in compared:
+        high, low = accuracies[setting]
+        if high < low and together[setting] < LEVEL:
+            wrong[setting] = "below"
+        elif high < low or ((low < OPEN or len(pairs[setting]) < 2) and alone[setting] >= LEVEL):
+            close.append(setting)
+    missing = tuple(setting for setting in every if setting not in pairs)
     verdict = FAILS if wrong else NOT_ENOUGH if missing else UNTOLD if close else HOLDS
     seeds = min(map(len, pairs.values()), default=0)
     return Comparison(first, second, verdict, accuracies, wrong, missing, tuple(close), seeds)

@@ -132,9 +132,9 @@ class Study:
     @property
     def crossings(self) -> list[Crossing]:
         """Where the laws of loss of two architectures meet, in the order of `architectures`."""
-        place = {name: index for index, name in enumerate(self.architectures)}
+        order = {name: index for index, name in enumerate(self.architectures)}
         pairs = self.fit.crossings if self.fit is not None else []
-        return sorted(pairs, key=lambda pair: sorted((place[pair.first], place[pair.second])))
+        return sorted(pairs, key=lambda pair: sorted((order[pair.first], order[pair.second])))
 
     @property
     def seeds(self) -> list[int]:

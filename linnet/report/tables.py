@@ -100,9 +100,9 @@ def crossing_table(study: Study) -> str:
         span = " to ".join(units.scientific(end) for end in crossing.interval) if crossing.interval else units.MISSING
         other = ""
         if crossing.other_form is not None and crossing.C is not None:
-            place = "they do not meet" if crossing.other_C is None else "outside the data,"
-            place = units.scientific(crossing.other_C) if crossing.other_inside else place
-            other = f"{place} {FORMS[crossing.other_form]}"
+            meeting = "they do not meet" if crossing.other_C is None else "outside the data,"
+            meeting = units.scientific(crossing.other_C) if crossing.other_inside else meeting
+            other = f"{meeting} {FORMS[crossing.other_form]}"
         rows.append((names, at, span, other, units.prose(*crossing.refused)))
     columns = ("*Laws of", "Meet at C (FLOPs)", "95 %", "In the other form", "?Why there is no crossing or no interval")
     return shell.table("crossings", columns, rows)

@@ -126,7 +126,7 @@ def test_a_template_that_cannot_be_split_is_refused(source, talk, message, token
 
 
 def test_each_answer_is_a_conversation_with_the_prompt_of_a_server(tokenizer, tmp_path):
-    """With a template that changes earlier turns, and one that marks answers; an answer of weight 0 is no target."""
+    """With a template that changes earlier turns, and one that marks answers; an answer of weight 0 is not a target."""
     talk = turns("a", "b", "c", "d", "e", "f")
     talk[3] |= {"weight": 0}
     for source in (CHANGES, MARKED):

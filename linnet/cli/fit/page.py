@@ -318,8 +318,8 @@ def _crossings(console: Console, study: StudyFit) -> None:
         _line(console, names + ("" if c.inside else ", outside the data"))
         if c.other_C is not None:
             other = FORMS["constant" if c.other_form == "constant" else "pure"]
-            place = f"at {c.other_C:.3g} FLOPs" if c.other_inside else "outside the data"
-            _line(console, f"[dim]{other}: {place}[/]", 4)
+            meeting = f"at {c.other_C:.3g} FLOPs" if c.other_inside else "outside the data"
+            _line(console, f"[dim]{other}: {meeting}[/]", 4)
         for reason in c.refused:
             _line(console, f"[dim]{escape(reason)}[/]", 4)
     for c in study.crossings:

@@ -92,7 +92,7 @@ class Chat:
     def answers(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """Yields the number of each assistant's turn (as `turns`), the tokens before it, and its own.
 
-        The first token of a conversation follows none and is no target, as in a row.
+        The first token of a conversation follows none and is not a target, as in a row.
         """
         borders = [0, *(np.flatnonzero(np.diff(self.turns)) + 1).tolist(), len(self.turns)]
         for start, end in itertools.pairwise(borders):
@@ -179,8 +179,8 @@ def encode_chat(messages: list[dict], tools: list[dict], template: ChatTemplate)
     """Returns the tokens of a conversation. Raises ConfigError as `ChatTemplate.encode_turns`."""
     if tools and not template.knows_tools:
         raise ConfigError(["tools: the chat template shows the model no tools; leave them out"], "messages")
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    numbers = {place: number for number, place in enumerate(answers, 1) if messages[place].get("weight", 1)}
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    numbers = {index: number for number, index in enumerate(answers, 1) if messages[index].get("weight", 1)}
     plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
     tokens, spans = template.encode_turns(plain, tools, list(numbers))
     turns = np.zeros(len(tokens), dtype=np.int8)

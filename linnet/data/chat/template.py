@@ -127,7 +127,7 @@ class ChatTemplate:
 
         Args:
             messages, tools: as `encode`.
-            targets: places of the assistant's turns to find; None is all. The others are context, as in a server's
+            targets: indices of the assistant's turns to find; None is all. The others are context, as in a server's
                 prompt: the template may change them later.
 
         Returns:
@@ -139,9 +139,9 @@ class ChatTemplate:
         hidden = _Hidden(self._spelled)
         try:
             self._check_shown(messages, list(tools))
-            answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             if targets is not None:
-                answers = [place for place in answers if place in targets]
+                answers = [index for index in answers if index in targets]
             arguments = hidden.hide(messages), hidden.hide(list(tools)), hidden
             marked = MARKS.search(self.source) is not None
             pieces = (self._marked if marked else self._compared)(*arguments, answers)
@@ -175,7 +175,7 @@ class ChatTemplate:
         """Returns the parts of a rendering: whether it is a target by the template's marks, and its text."""
         mark = hidden.mark("0")
         parts = self._render(messages, False, tools, mark=mark, date=TRAINED).split(mark)
-        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(parts) != 2 * len(answers) + 1:
             marked = f"its {{% generation %}} marks {len(parts) // 2} turns of {len(answers)}"
             raise ValueError(f"{marked}; correct the template")
@@ -193,16 +193,16 @@ class ChatTemplate:
     ) -> list[tuple[bool, str]]:
         """Returns the parts as `_marked`, from renderings of the first messages, each of which starts the next one."""
         pieces, before = [], ""
-        for place in targets:
+        for index in targets:
             for answer, text in (
-                (False, self._render(messages[:place], True, tools, date=TRAINED)),
-                (True, self._render(messages[: place + 1], False, tools, date=TRAINED)),
+                (False, self._render(messages[:index], True, tools, date=TRAINED)),
+                (True, self._render(messages[: index + 1], False, tools, date=TRAINED)),
             ):
                 if not text.startswith(before):
                     what = "the start of its answer is not in the whole turn" if answer else "it changes earlier turns"
                     fix = "mark answers in the template with {% generation %}"
                     fix = fix if answer else "set data.per_answer=true, which makes one conversation of each answer"
-                    raise ValueError(f"the template cannot be split at messages.{place}: {what}; {fix}")
+                    raise ValueError(f"the template cannot be split at messages.{index}: {what}; {fix}")
                 pieces.append((answer, text[len(before) :]))
                 before = text
         return pieces

@@ -322,10 +322,10 @@ def _add_interval(result: Crossing, first: ArchitectureFit, second: Architecture
         return
     low, high = resampling.interval(crossings)
     if result.other_form and not (result.other_C is not None and low <= result.other_C <= high):
-        place = "do not cross" if result.other_C is None else "cross outside the data"
-        place = f"cross at {result.other_C:.3g} FLOPs" if result.other_inside else place
+        meeting = "do not cross" if result.other_C is None else "cross outside the data"
+        meeting = f"cross at {result.other_C:.3g} FLOPs" if result.other_inside else meeting
         what = "with a constant" if result.other_form == "constant" else "without a constant"
-        result.refused.append(f"no interval: the laws {what} {place}, so the form decides more than the noise")
+        result.refused.append(f"no interval: the laws {what} {meeting}, so the form decides more than the noise")
         return
     result.interval = (low, high)
 

@@ -65,8 +65,8 @@ def agreement(
             f"{'-' if pair.spearman is None else format(pair.spearman, '.3f')}"
         )
     by_seed: dict[int, dict[str, float]] = {}
-    for seed, found in (item for pair in seeds for item in pair.scores.items()):
-        by_seed.setdefault(seed, {}).update(found)  # another seed may lack an architecture
+    for seed, by_name in (item for pair in seeds for item in pair.scores.items()):
+        by_seed.setdefault(seed, {}).update(by_name)  # another seed may lack an architecture
     for seed, of_seed in by_seed.items():
         shown = ", ".join(f"{name} {bare_score(of_seed[name], scores.metric)}" for name in sorted(of_seed))
         typer.echo(f"  seed {seed}: {shown}")  # an order by one seed would be a ranking

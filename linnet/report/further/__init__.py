@@ -46,7 +46,7 @@ def topology(study: Study, law: LawFit) -> Figure | None:
     """Differences of the loss to the reference topology, paired by seed."""
     caption = (
         "Mean difference of the loss to the reference over the same seeds, with the 95 % interval of each alone "
-        "(Student's t). Which differences can be told from zero, all of them together, is in the table."
+        "(Student's t). The table says which differences are not zero, by a test of all of them together."
     )
     return _forest(study, law, "difference", "difference of the loss (nats per token)", caption)
 
@@ -65,8 +65,8 @@ def efficiency(study: Study, law: LawFit) -> Figure | None:
     layers = [_rule(canvas, "y", 1.0, y), *_with_spans(canvas, rows, "C", x, y)]
     caption = (
         f"How many times the compute of {firsts[0]} each architecture needs for the same loss, at the budgets of "
-        f"{firsts[0]} whose optimal loss the other reaches. Bars are 95 % intervals of each alone; which mean factors "
-        "can be told from 1, all of them together, is in the table. These compare optima measured at the budgets; the "
+        f"{firsts[0]} whose optimal loss the other reaches. Bars are 95 % intervals of each alone; the table says "
+        "which mean factors are not 1, by a test of all of them together. These compare optima of the budgets; the "
         "conclusions at the top compare laws through all budgets, in all pairs and quantities together, and so tell "
         "fewer apart."
     )

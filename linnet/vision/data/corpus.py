@@ -609,7 +609,7 @@ def _classes(
         names = _given_names(config, every) or [str(number) for number in range(most)]
         orders = _orders(config, every, whole)
         meaning = [order or names for order, count in zip(orders, counts, strict=True) for _ in range(count)]
-        outside = [place for place, label in enumerate(labels) if not 0 <= label < len(meaning[place])]  # type: ignore[operator]
+        outside = [image for image, label in enumerate(labels) if not 0 <= label < len(meaning[image])]  # type: ignore[operator]
         if outside:
             first = outside[0]
             problems.append(
@@ -625,9 +625,9 @@ def _classes(
                     f"classes: {source.path} names its labels {stated}, and {unknown[0]!r} is not one of {known}; {fix}"
                 )
                 return names, np.zeros(len(labels), dtype=np.int64)
-        place = {name: number for number, name in enumerate(names)}
+        class_of = {name: number for number, name in enumerate(names)}
         classes = [
-            label if meant is names else place[meant[label]]  # type: ignore[index]
+            label if meant is names else class_of[meant[label]]  # type: ignore[index]
             for meant, label in zip(meaning, labels, strict=True)
         ]
         return names, np.array(classes, dtype=np.int64)
