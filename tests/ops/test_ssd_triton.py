@@ -110,6 +110,56 @@ def test_factors(factors, dtype, offsets):
     assert_agrees(1, 700, 24, 40, H=2, group=1, factors=factors, dtype=dtype, offsets=offsets, state=False)
 
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+@hopper
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize(
+    "H, group, slices", [(1, 32, None), (2, 4, 1), (3, 1, None), (1, 8, 2), (2, 2, 2)]
+)  # fmt: skip
+@pytest.mark.parametrize("decay", DECAYS)
+def test_gradients_on_hopper(K, H, group, slices, decay, monkeypatch):
+    from linnet.ops.ssd import triton
+
+    if slices is not None:
+        monkeypatch.setattr(triton, "_count_slices", lambda *_: slices)
+    assert_agrees(2, 320, K, 64, H=H, group=group, decay=decay, kernel="ssd.gradients_hopper_kernel")
+
+
+@hopper
+def test_gradients_of_many_units_and_factors_on_hopper():
+    assert_agrees(4, 4096, 128, 64, H=1, group=32, factors="token", kernel="ssd.gradients_hopper_kernel")
+
+
+@hopper
+def test_gradients_on_hopper_are_equal_to_the_bit():
+    from linnet.ops.ssd.triton import ssd_backward
+
+    inputs, gradients = make(2, 2048, 128, 64, group=16)
+    first = ssd_backward(*inputs, *gradients)
+    for _ in range(50):
+        again = ssd_backward(*inputs, *gradients)
+        assert all(x is y or torch.equal(x, y) for x, y in zip(again, first, strict=True))
+
+
+def test_kernels_get_as_many_arguments_as_they_take(monkeypatch):
+    """Triton's interpreter does not run those for Hopper, so that without a GPU this is all that is known of them."""
+    from linnet.ops.ssd import triton
+
+    started = []
+    monkeypatch.setattr(triton, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton, "launch", lambda *call, **options: started.append(call))
+    inputs, gradients = make(2, 128, 128, 64, group=4, factors="token", device="cpu")
+    grads = triton.ssd_backward(*inputs, *gradients)
+    assert all(grad is None or grad.shape == x.shape for x, grad in zip(inputs, grads, strict=False))
+    names = ["weigh", "decays", "states", "states", "gradients_hopper", "passing", "factors"]
+    assert [kernel.__name__ for kernel, *_ in started] == [f"{name}_kernel" for name in names]
+    for kernel, _, tensors, numbers, constants in started:
+        assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel
+
+
 @gpu
 @pytest.mark.parametrize("segments", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("offsets", [None, [0, 0, 130, 1500, 2100]])

@@ -12,16 +12,68 @@ GRAIN = tl.constexpr(256.0)
 
 
 @triton.jit
-def sum_decays(g, r, left, HV: tl.constexpr):
-    """Log-decays in base 2 up to each token of a chunk, and over it, each as an exact part and a small rest.
+def decays_kernel(g, decays, offsets, T, N, HV: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+                  DOCUMENTS: tl.constexpr):  # fmt: skip
+    """What the others read of the log-decays of a chunk, [chunks, HV, 4, C]: their sums up to each token in base 2, as
+    an exact part and a small rest, the decay from the chunk's start over each token, and that from there to its end.
+    A program has HEADS heads of a chunk; a token behind the end decays nothing.
 
-    The difference of two sums then loses nothing, however strong the decays between them and the chunk's start.
+    The difference of two sums loses nothing, however strong the decays between them and the chunk's start.
     """
-    x = tl.load(g + r * HV, mask=r < left, other=0.0).to(tl.float32) * LOG2_E
-    x = tl.maximum(x, LEAST)
-    coarse = tl.floor(x * GRAIN + 0.5) / GRAIN
-    fine = x - coarse
-    return tl.cumsum(coarse, 0), tl.cumsum(fine, 0), tl.sum(coarse, 0), tl.sum(fine, 0)
+    chunk = tl.program_id(0)
+    row, length = locate(chunk // R, offsets, T, N, R * C, DOCUMENTS)
+    left = length - chunk % R * C
+    if left > 0:
+        r, h = tl.arange(0, C), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        mask, known = (r < left)[:, None] & (h < HV)[None, :], (h < HV)[:, None]
+        at = (row + chunk % R * C) * HV + r[:, None] * HV + h[None, :]
+        x = tl.maximum(tl.load(g + at, mask=mask, other=0.0).to(tl.float32) * LOG2_E, LEAST)
+        exact = tl.trans(tl.floor(x * GRAIN + 0.5) / GRAIN)
+        rest = tl.trans(x) - exact
+        coarse, fine = tl.cumsum(exact, 1), tl.cumsum(rest, 1)
+        until = tl.exp2((tl.sum(exact, 1)[:, None] - coarse) + (tl.sum(rest, 1)[:, None] - fine))
+        to = decays + (chunk.to(tl.int64) * HV + h[:, None]) * (4 * C) + r[None, :]
+        tl.store(to, coarse, mask=known)
+        tl.store(to + C, fine, mask=known)
+        tl.store(to + 2 * C, tl.exp2(coarse + fine), mask=known)
+        tl.store(to + 3 * C, until, mask=known)
+
+
+@triton.jit
+def load_decays(decays, chunk, h, r, HV: tl.constexpr, C: tl.constexpr):
+    """What `decays_kernel` has of the tokens r of a chunk, and the sum over the chunk."""
+    at = decays + (chunk.to(tl.int64) * HV + h) * (4 * C)
+    coarse, fine, since, until = tl.load(at + r), tl.load(at + C + r), tl.load(at + 2 * C + r), tl.load(at + 3 * C + r)
+    return coarse, fine, since, until, tl.load(at + C - 1) + tl.load(at + 2 * C - 1)
+
+
+@triton.jit
+def passing_kernel(parts, through, decays, dg, offsets, T, N, CHUNKS, HV: tl.constexpr, C: tl.constexpr,
+                   R: tl.constexpr, HEADS: tl.constexpr, LATER: tl.constexpr, BEFORE: tl.constexpr,
+                   THROUGH: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
+    """The gradient of log-decays, of LATER + BEFORE parts [chunks, HV, C] by token and `through` [chunks, HV, THROUGH].
+    A decay passes what later tokens and pairs around it have (in LATER parts) and what earlier keys have (in BEFORE);
+    the state before the chunk goes `through` all of them."""
+    chunk = tl.program_id(0)
+    row, length = locate(chunk // R, offsets, T, N, R * C, DOCUMENTS)
+    left = length - chunk % R * C
+    if left > 0:
+        r, h = tl.arange(0, C), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        place, known = chunk.to(tl.int64) * HV + h, h < HV
+        at = parts + place[:, None] * C + r[None, :]
+        hop = (chunk.to(tl.int64) * 0 + CHUNKS) * (HV * C)  # an integer of 1 is a constant, which has no dtype
+        inside = known[:, None] & (r < left)[None, :]
+        later, before = tl.zeros([HEADS, C], tl.float32), tl.zeros([HEADS, C], tl.float32)
+        for part in tl.static_range(LATER):
+            later += tl.load(at + part * hop, mask=inside, other=0.0)
+        for part in tl.static_range(LATER, LATER + BEFORE):
+            before += tl.load(at + part * hop, mask=inside, other=0.0)
+        at_through = through + place[:, None] * THROUGH + tl.arange(0, THROUGH)[None, :]
+        whole = tl.sum(tl.load(at_through, mask=known[:, None], other=0.0), 1)
+        whole *= tl.load(decays + place * (4 * C) + (3 * C - 1), mask=known, other=0.0)
+        x = tl.cumsum(later, 1, reverse=True) + (tl.cumsum(before, 1) - before) + whole[:, None]
+        to = dg + (row + chunk % R * C) * HV + r[:, None] * HV + h[None, :]
+        tl.store(to, tl.trans(x).to(dg.dtype.element_ty), mask=(r < left)[:, None] & known[None, :])
 
 
 @triton.jit
@@ -82,16 +134,14 @@ def less_one(x):
 
 
 @triton.jit
-def move(state, a, c, weights, coarse, fine, whole, rest, scale, REVERSE: tl.constexpr, OPERAND: tl.constexpr,
-         PRECISION: tl.constexpr):  # fmt: skip
-    """The state [K, V] after a chunk of keys a and values c times `weights`; REVERSE: its gradient before one of
-    queries a and c = do.
+def move(state, a, c, factors, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """The state [K, V] after a chunk of keys a and values c times `factors`; or its gradient before one of queries a
+    and c = do. `total` is the chunk's log-decay in base 2.
 
     What a chunk changes is added in one piece, so that weak decays do not round a state in one direction.
     """
-    factor = tl.exp2(coarse + fine) * scale if REVERSE else tl.exp2((whole - coarse) + (rest - fine))
-    c = (c * (factor * weights)[:, None]).to(OPERAND)
-    return state + tl.dot(tl.trans(a), c, state * less_one(whole + rest), input_precision=PRECISION)
+    c = (c * factors[:, None]).to(OPERAND)
+    return state + tl.dot(tl.trans(a), c, state * less_one(total), input_precision=PRECISION)
 
 
 @triton.jit
@@ -110,11 +160,19 @@ def enter(state, initial, sums, totals, nh, s, i, j, K: tl.constexpr, V: tl.cons
 
 
 @triton.jit
+def first_chunk(row, n, T, C: tl.constexpr, R: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """The number of the first chunk of a sequence or document, which begins a block of R."""
+    slot = row // (R * C) + n if DOCUMENTS else n.to(tl.int64) * tl.cdiv(T, R * C)
+    return slot * R
+
+
+@triton.jit
 def forward_kernel(
-    q, k, v, g, times, skip, o, initial, final, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr,
-    BV: tl.constexpr, SKIP: tl.constexpr, HAS_TIMES: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, decays, times, skip, o, initial, final, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    PK: tl.constexpr, BV: tl.constexpr, SKIP: tl.constexpr, HAS_TIMES: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """o and the final state: a program has BV columns of one value head, in one segment of a sequence.
 
@@ -128,7 +186,7 @@ def forward_kernel(
     k += (row * H + h // (HV // H)) * K
     v += (row * HV + h) * V
     o += (row * HV + h) * V
-    g += row * HV + h
+    slot = first_chunk(row, n, T, C, R, DOCUMENTS)
     keys = r[:, None] * (H * K) + i[None, :]
     values = r[:, None] * (HV * V) + j[None, :]
     chunks = tl.cdiv(length, C)
@@ -142,15 +200,15 @@ def forward_kernel(
         tk = load_tile(k + x * hop * (H * K), keys, r, i, left, 0.0, K, PK != K, EVEN).to(OPERAND)
         tv = load_tile(v + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
         weights = load_factors(times, (row + x * C) * HV + h, r, left, HV, HAS_TIMES)
-        coarse, fine, whole, rest = sum_decays(g + x * hop * HV, r, left, HV)
+        coarse, fine, since, until, total = load_decays(decays, slot + x, h, r, HV, C)
         scores = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * decays_between(coarse, fine, r)
         scores *= (weights * scale)[None, :]
         if SKIP >= 0:
             skips = load_factors(skip, (row + x * C) * SKIP + h, r, left, SKIP, True)
             scores += tl.where(r[:, None] == r[None, :], skips[:, None], 0.0)
-        out = tl.dot(tq, state.to(OPERAND), input_precision=PRECISION) * (tl.exp2(coarse + fine) * scale)[:, None]
+        out = tl.dot(tq, state.to(OPERAND), input_precision=PRECISION) * (since * scale)[:, None]
         out = tl.dot(scores.to(OPERAND), tv.to(OPERAND), out, input_precision=PRECISION)
-        state = move(state, tk, tv, weights, coarse, fine, whole, rest, scale, False, OPERAND, PRECISION)
+        state = move(state, tk, tv, until * weights, total, OPERAND, PRECISION)
         mask = (r < left)[:, None] & (j < V)[None, :]
         tl.store(o + x * hop * (HV * V) + values, out.to(o.dtype.element_ty), mask=mask)
     if HAS_FINAL:
@@ -162,7 +220,7 @@ def forward_kernel(
 
 @triton.jit
 def states_kernel(
-    a, c, g, initial, final, stored, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr, H: tl.constexpr,
+    a, c, decays, initial, final, stored, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr, H: tl.constexpr,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -175,13 +233,12 @@ def states_kernel(
     COLUMNS: tl.constexpr = (V + BV - 1) // BV
     block, _, nh, n, h, s = identify(tl.program_id(0), N, HV, COLUMNS * ((K + BK - 1) // BK), 1, 1)
     row, length = span(offsets, n, T, DOCUMENTS)
-    slot = row // (R * C) + n if DOCUMENTS else n.to(tl.int64) * tl.cdiv(T, R * C)
+    slot = first_chunk(row, n, T, C, R, DOCUMENTS)
     r = tl.arange(0, C)
     i, j = block // COLUMNS * BK + tl.arange(0, BK), block % COLUMNS * BV + tl.arange(0, BV)
     at, mask = i[:, None] * V + j[None, :], (i < K)[:, None] & (j < V)[None, :]
     a += (row * H + h // (HV // H)) * K
     c += (row * HV + h) * V
-    g += row * HV + h
     keys = r[:, None] * (H * K) + i[None, :]
     values = r[:, None] * (HV * V) + j[None, :]
     chunks = tl.cdiv(length, C)
@@ -195,14 +252,14 @@ def states_kernel(
         x = first + end - 1 - y if REVERSE else y
         if not LOCAL:
             edge = (x % R == R - 1) | (x == chunks - 1) if REVERSE else x % R == 0
-            to = stored + ((slot + x // R) * HV + h) * (K * V) + at
+            to = stored + ((slot + x) // R * HV + h) * (K * V) + at
             tl.store(to, state.to(stored.dtype.element_ty), mask=mask & edge)
         left = length - x * C
         ta = load_tile(a + x * hop * (H * K), keys, r, i, left, 0.0, K, K % BK != 0, EVEN).to(OPERAND)
         tc = load_tile(c + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
-        coarse, fine, whole, rest = sum_decays(g + x * hop * HV, r, left, HV)
-        state = move(state, ta, tc, 1.0, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
-        total += whole + rest
+        coarse, fine, since, until, change = load_decays(decays, slot + x, h, r, HV, C)
+        state = move(state, ta, tc, since * scale if REVERSE else until, change, OPERAND, PRECISION)
+        total += change
     if LOCAL:
         to = nh.to(tl.int64) * SEGMENTS + s
         tl.store(sums + to * (K * V) + at, state, mask=mask)
@@ -215,9 +272,9 @@ def states_kernel(
 
 
 @triton.jit
-def edge(stored, slot, h, a, c, g, row, length, sub, chunks, scale, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-         V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, REVERSE: tl.constexpr,
-         OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def edge(stored, slot, h, a, c, decays, row, length, sub, chunks, scale, H: tl.constexpr, HV: tl.constexpr,
+         K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr,
+         REVERSE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """The state [K, V] that enters chunk `sub` of a block, from the one that enters the block; REVERSE: the gradient of
     the state that leaves the chunk, from that of the one that leaves the block."""
     i, j, r = tl.arange(0, PK), tl.arange(0, PV), tl.arange(0, C)
@@ -233,19 +290,20 @@ def edge(stored, slot, h, a, c, g, row, length, sub, chunks, scale, H: tl.conste
             values = r[:, None] * (HV * V) + j[None, :]
             ta = load_tile(a + (first * H + h // (HV // H)) * K, keys, r, i, left, 0.0, K, PK != K, False).to(OPERAND)
             tc = load_tile(c + (first * HV + h) * V, values, r, j, left, 0.0, V, PV != V, False)
-            coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
-            state = move(state, ta, tc, 1.0, coarse, fine, whole, rest, scale, REVERSE, OPERAND, PRECISION)
+            coarse, fine, since, until, change = load_decays(decays, slot * R + x, h, r, HV, C)
+            state = move(state, ta, tc, since * scale if REVERSE else until, change, OPERAND, PRECISION)
     return state.to(OPERAND)
 
 
 @triton.jit
 def gradients_kernel(
-    q, k, v, g, do, entering, leaving, dq, dk, dv, dg, offsets, scale, T, N, ROWS, SLICES: tl.constexpr,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    PK: tl.constexpr, PV: tl.constexpr, DOCUMENTS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, decays, do, entering, leaving, dq, dk, dv, parts, through, offsets, scale, T, N, ROWS, CHUNKS,
+    SLICES: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, DOCUMENTS: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, or dk and dv, and their parts of the gradient of log-decays of one chunk: a program has one of the two, one
-    key and a slice of its value heads. dq and dk are [SLICES, ROWS, H, K], and dg [2, ROWS, HV].
+    """dq, or dk and dv, and their parts of the gradient of log-decays of one chunk (`passing_kernel`): a program has
+    one of the two, one key and a slice of its value heads. dq and dk are [SLICES, ROWS, H, K].
 
     The two programs of a chunk run side by side, so that what both read comes from the cache.
     """
@@ -268,6 +326,8 @@ def gradients_kernel(
         tk = tl.load(k + at_key, mask=key_mask, other=0.0).to(OPERAND)
         pairs, total = tl.zeros([C, C], tl.float32), tl.zeros([C, PK], tl.float32)
         to = part.to(tl.int64) * ROWS * (H * K) + at_key
+        chunk = slot * R + sub
+        own, hop = parts + chunk.to(tl.int64) * (HV * C) + r, (chunk.to(tl.int64) * 0 + CHUNKS) * (HV * C)
         if of_keys > 0:
             # Scores are [keys, queries], as the product that gives dv takes them from registers.
             raw = tl.dot(tk, tl.trans(tq), input_precision=PRECISION) * scale
@@ -275,20 +335,18 @@ def gradients_kernel(
                 at_value = (first * HV + h) * V + values
                 tv = tl.load(v + at_value, mask=value_mask, other=0.0)
                 tdo = tl.load(do + at_value, mask=value_mask, other=0.0).to(OPERAND)
-                coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
+                coarse, fine, since, until, change = load_decays(decays, chunk, h, r, HV, C)
                 between = tl.trans(decays_between(coarse, fine, r))
                 dscores = tl.dot(tv.to(OPERAND), tl.trans(tdo), input_precision=PRECISION) * between
                 pairs += dscores
                 passing = tl.where(r[:, None] < r[None, :], dscores * raw, 0.0)
                 passing = tl.sum(passing, 0) - tl.sum(passing, 1)
                 tdv = tl.dot((raw * between).to(OPERAND), tdo, input_precision=PRECISION)
-                D = edge(leaving, slot, h, q, do, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, True,
-                         OPERAND, PRECISION)  # fmt: skip
-                until = tl.exp2((whole - coarse) + (rest - fine))
+                D = edge(leaving, slot, h, q, do, decays, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
+                         True, OPERAND, PRECISION)  # fmt: skip
                 of_state = tl.dot(tk, D, input_precision=PRECISION) * until[:, None]
-                before = tl.sum(of_state * tv, 1)
-                gradient = tl.cumsum(passing, 0, reverse=True) + (tl.cumsum(before, 0) - before)
-                tl.store(dg + (ROWS + first) * HV + h + r * HV, gradient, mask=r < left)
+                tl.store(own + hop + h * C, passing)
+                tl.store(own + 2 * hop + h * C, tl.sum(of_state * tv, 1))
                 tl.store(dv + at_value, (tdv + of_state).to(dv.dtype.element_ty), mask=value_mask)
                 early = (tv * until[:, None]).to(OPERAND)
                 total = tl.dot(early, tl.trans(D), total, input_precision=PRECISION)
@@ -300,19 +358,18 @@ def gradients_kernel(
                 at_value = (first * HV + h) * V + values
                 tv = tl.load(v + at_value, mask=value_mask, other=0.0).to(OPERAND)
                 tdo = tl.load(do + at_value, mask=value_mask, other=0.0)
-                coarse, fine, whole, rest = sum_decays(g + first * HV + h, r, left, HV)
+                coarse, fine, since, until, change = load_decays(decays, chunk, h, r, HV, C)
                 dscores = tl.dot(tdo.to(OPERAND), tl.trans(tv), input_precision=PRECISION)
                 pairs += dscores * decays_between(coarse, fine, r)
-                S = edge(entering, slot, h, k, v, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, False,
-                         OPERAND, PRECISION)  # fmt: skip
-                D = edge(leaving, slot, h, q, do, g, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV, True,
-                         OPERAND, PRECISION)  # fmt: skip
-                through = tl.sum(tl.sum(S.to(tl.float32) * D.to(tl.float32), 1), 0) * tl.exp2(whole + rest)
-                late = (tdo * (tl.exp2(coarse + fine) * scale)[:, None]).to(OPERAND)
+                S = edge(entering, slot, h, k, v, decays, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
+                         False, OPERAND, PRECISION)  # fmt: skip
+                D = edge(leaving, slot, h, q, do, decays, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
+                         True, OPERAND, PRECISION)  # fmt: skip
+                tl.store(through + chunk * HV + h, tl.sum(tl.sum(S.to(tl.float32) * D.to(tl.float32), 1), 0))
+                late = (tdo * (since * scale)[:, None]).to(OPERAND)
                 total = tl.dot(late, tl.trans(S), total, input_precision=PRECISION)
                 with_q = tl.sum(total * tq, 1)
-                gradient = tl.cumsum(with_q - known, 0, reverse=True) + through
+                tl.store(own + h * C, with_q - known)
                 known = with_q
-                tl.store(dg + first * HV + h + r * HV, gradient, mask=r < left)
             total = tl.dot((pairs * scale).to(OPERAND), tk, total, input_precision=PRECISION)
             tl.store(dq + to, total.to(dq.dtype.element_ty), mask=key_mask)

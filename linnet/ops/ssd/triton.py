@@ -1,15 +1,16 @@
 """Scalar decay on a GPU: a sweep that keeps the state in registers, and a backward of all chunks at once.
 
-In the forward a program walks the chunks of one value head with its state. The decays between tokens are exponentials
-of differences of sums, taken in two parts so that nothing is lost beside strong decays; the factors of values and
-states are at most 1. Where heads are few, a sequence is cut into segments: one launch computes each segment's state
-from zero and its decay, and the sweep of a segment starts from the decayed sum of the states before it.
+A first launch sums the log-decays of each chunk up. In the forward a program walks the chunks of one value head with
+its state. The decays between tokens are exponentials of differences of sums, in two parts so that nothing is lost
+beside strong decays; the factors of values and states are at most 1. Where heads are few, a sequence is cut into
+segments: one launch computes each segment's state from zero and its decay, and the sweep of a segment starts from the
+decayed sum of the states before it.
 
 The backward first walks forward for the states that enter blocks of a few chunks, and backward for the gradients of
 those that leave them, both stored in the dtype of products. Then two programs for each chunk and key, one for dq, one
 for dk and dv, make the states at the edges of their chunk and sum over the value heads that share the key, in
 registers; queries and keys are multiplied once for all of these heads. Where chunks and keys are few, the heads are
-shared out.
+shared out. A last launch sums up the gradient of log-decays from what they have by token.
 
 Factors of values and a skip are applied in the forward's kernel. In the backward values are multiplied before, and the
 gradients of both are made after it: inside, they spilled registers (docs/negative-results.md).
@@ -19,6 +20,7 @@ A block has a slot in scratch memory, as the chunks of `linnet.ops.gated.triton`
 float64, mixed dtypes, and widths that are above 128 or not multiples of 8 run in the chunked form.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -28,14 +30,26 @@ from torch.nn.functional import pad as pad_zeros
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states
-from linnet.ops.launching import align, choose_operands, count_processors, launch, pad
+from linnet.ops.launching import align, choose_operands, count_processors, is_hopper, launch, pad
 from linnet.ops.registration import empty_state
 from linnet.ops.ssd import chunked
-from linnet.ops.ssd.kernels import factors_kernel, forward_kernel, gradients_kernel, states_kernel, weigh_kernel
+from linnet.ops.ssd.kernels import (
+    decays_kernel,
+    factors_kernel,
+    forward_kernel,
+    gradients_kernel,
+    passing_kernel,
+    states_kernel,
+    weigh_kernel,
+)
 
 WIDEST = 128
 RESIDENT = 2  # programs of a sweep that a multiprocessor holds at a time
 ROWS = 32  # heads of tokens that a program multiplies by their factors
+HEADS = 32  # of a chunk whose log-decays a program sums up
+# Of the gradient of log-decays, how many parts `passing_kernel` sums up: two groups of warps halve the columns of a
+# product, and four share out the rows; of a state, a thread has what lies 32 rows apart.
+HOPPER_PARTS = 6, 2, 32
 
 
 class Tiles(NamedTuple):
@@ -73,11 +87,12 @@ def ssd_forward(
     segments = _count_segments(call, programs)
     sums = call.sum_up(call.k, call.v if segments == 1 else weigh(call.v, times), segments, False)
     constants = (
-        call.T, call.states, segments, *call.sizes, call.tiles.chunk, pad(call.K), columns, stride_of(skip),
-        times is not None, initial_state is not None, final is not None, *call.flags, call.tiles.stages,
+        call.T, call.states, segments, *call.sizes, call.tiles.chunk, call.tiles.block, pad(call.K), columns,
+        stride_of(skip), times is not None, initial_state is not None, final is not None, *call.flags,
+        call.tiles.stages,
     )  # fmt: skip
     factors = align(times), align(skip)
-    tensors = call.q, call.k, call.v, call.g, *factors, o, align(initial_state), final, *sums, call.cu_seqlens
+    tensors = call.q, call.k, call.v, call.decays, *factors, o, align(initial_state), final, *sums, call.cu_seqlens
     launch(forward_kernel, programs * segments, tensors, (call.scale,), constants, num_warps=call.tiles.warps)
     return o, final
 
@@ -95,21 +110,46 @@ def ssd_backward(
     dinitial = None if initial_state is None else empty_state(q, k, v, cu_seqlens)
     entering = call.walk(call.k, call.v, initial_state, None, False)
     leaving = call.walk(call.q, do, dfinal, dinitial, True)
-    dv, dg = torch.empty_like(call.v), call.g.new_empty(2, *call.g.shape, dtype=torch.float32)
-    tiles, programs = call.tiles, 2 * call.slots * call.tiles.block * call.H
-    slices = _count_slices(call, programs)
+    dv, dg = torch.empty_like(call.v), torch.empty_like(call.g)
+    hopper = _suits_hopper(call)
+    later, before, passing = counts = HOPPER_PARTS if hopper else (2, 1, 1)
+    parts = call.decays.new_empty(later + before, call.chunks, call.HV, call.tiles.chunk)
+    through = call.decays.new_empty(call.chunks, call.HV, passing)
+    slices = _count_slices(call, (1 if hopper else 2) * call.chunks * call.H)
     shape, dtype = (slices, *call.q.shape), call.q.dtype if slices == 1 else torch.float32
     dq, dk = (call.q.new_empty(shape, dtype=dtype) for _ in range(2))
-    constants = (
-        call.T, call.states, call.B * call.T, slices, *call.sizes, tiles.chunk, tiles.block, pad(call.K), pad(call.V),
-        cu_seqlens is not None, *call.arithmetic,
-    )  # fmt: skip
-    tensors = call.q, call.k, call.v, call.g, do, entering, leaving, dq, dk, dv, dg, call.cu_seqlens
-    options = {"num_warps": tiles.gradient_warps, "num_stages": tiles.gradient_stages}
-    launch(gradients_kernel, programs * slices, tensors, (call.scale,), constants, **options)
+    tensors = call.q, call.k, call.v, call.decays, do, entering, leaving, dq, dk, dv, parts, through
+    (_start_hopper if hopper else _start_gradients)(call, tensors, slices)
+    call.start_chunks(passing_kernel, (parts, through, call.decays, dg), (call.chunks,), counts)
     dq, dk = (x[0] if slices == 1 else x.sum(0).to(q.dtype) for x in (dq, dk))
     dtimes, dskip = factor_gradients(v, times, skip, do, dv)
-    return dq, dk, dv, dg.sum(0).to(log_decay.dtype), dtimes, dskip, dinitial
+    return dq, dk, dv, dg, dtimes, dskip, dinitial
+
+
+def _suits_hopper(call: "Call") -> bool:
+    even = call.cu_seqlens is None and call.T % call.tiles.chunk == 0
+    widths = call.K in (64, 128) and call.V == call.tiles.chunk
+    return even and widths and call.q.dtype == torch.bfloat16 and is_hopper(call.q.device)
+
+
+def _start_hopper(call: "Call", tensors: tuple, slices: int) -> None:
+    from linnet.ops.ssd.hopper import gradients_hopper_kernel  # Gluon may be missing from a release of Triton
+
+    units = call.chunks * call.H * slices
+    constants = call.B * call.T, call.chunks, slices, *call.sizes, call.tiles.chunk, 3, 24
+    programs = min(units, count_processors(call.q.device))
+    options = {"num_warps": 8, "scratch": True, "maxnreg": 168}
+    launch(gradients_hopper_kernel, programs, tensors, (call.scale,), constants, **options)
+
+
+def _start_gradients(call: "Call", tensors: tuple, slices: int) -> None:
+    tiles, programs = call.tiles, 2 * call.chunks * call.H * slices
+    constants = (
+        call.T, call.states, call.B * call.T, call.chunks, slices, *call.sizes, tiles.chunk, tiles.block, pad(call.K),
+        pad(call.V), call.cu_seqlens is not None, *call.arithmetic,
+    )  # fmt: skip
+    options = {"num_warps": tiles.gradient_warps, "num_stages": tiles.gradient_stages}
+    launch(gradients_kernel, programs, (*tensors, call.cu_seqlens), (call.scale,), constants, **options)
 
 
 def weigh(v: Tensor, times: Tensor | None) -> Tensor:
@@ -176,6 +216,23 @@ class Call:
         self.parts = min(pad(self.K), 64), min(pad(self.V), 64)  # of a state, in sweeps for the states alone
         count = triton.cdiv(self.K, self.parts[0]) * triton.cdiv(self.V, self.parts[1])
         self.walkers = self.states * self.HV * count
+        self.chunks = self.slots * self.tiles.block
+
+    @functools.cached_property
+    def decays(self) -> Tensor:
+        """[chunks, HV, 4, tokens of a chunk]: sums of log-decays, and decays (`decays_kernel`)."""
+        decays = self.g.new_empty(self.chunks, self.HV, 4, self.tiles.chunk, dtype=torch.float32)
+        self.start_chunks(decays_kernel, (self.g, decays), (), ())
+        return decays
+
+    def start_chunks(self, kernel, tensors: tuple, sizes: tuple, counts: tuple) -> None:
+        """Starts a kernel with a program for each chunk and some heads."""
+        heads = min(pad(self.HV), HEADS)
+        constants = (
+            self.T, self.states, *sizes, self.HV, self.tiles.chunk, self.tiles.block, heads, *counts,
+            self.cu_seqlens is not None,
+        )  # fmt: skip
+        launch(kernel, (self.chunks, triton.cdiv(self.HV, heads)), (*tensors, self.cu_seqlens), (), constants)
 
     def sum_up(
         self, a: Tensor, c: Tensor, segments: int, reverse: bool, alone: bool = False
@@ -205,7 +262,7 @@ class Call:
             self.T, self.states, segments, *self.sizes, self.tiles.chunk, self.tiles.block, *self.parts, reverse, local,
             initial is not None, final is not None, *self.flags, self.tiles.stages,
         )  # fmt: skip
-        tensors = a, c, self.g, initial, final, stored, *sums, self.cu_seqlens
+        tensors = a, c, self.decays, initial, final, stored, *sums, self.cu_seqlens
         programs = self.walkers * segments
         launch(states_kernel, programs, tensors, (self.scale,), constants, num_warps=self.tiles.warps)
 
