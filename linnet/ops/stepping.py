@@ -78,6 +78,12 @@ def check_step(op: str, v: Tensor, state: Tensor, **keys: Tensor) -> None:
         raise ValueError(f"{op}: {shapes}; give {', '.join(keys)} [B, H, K], v [B, H, V] and state [B, H, K, V]")
 
 
+def check_activation(op: str, activation: str) -> None:
+    """Raises ValueError unless a step knows the activation."""
+    if activation not in ("none", "silu"):
+        raise ValueError(f"{op}: activation {activation!r} is unknown; use none or silu")
+
+
 def check_pending(op: str, pending: Tensor, **buffers: tuple[Tensor, Tensor]) -> None:
     """Raises ValueError unless each buffer goes with its token [B, H, D] and with `pending`, int32 [B]."""
     lengths = {buffer.shape[2] if buffer.ndim == 4 else 0 for buffer, _ in buffers.values()}

@@ -35,7 +35,7 @@ class Slots:
             self.settings = {"activation": activation, "log_decay": None if decays == "none" else rates}
         else:
             bounds = self.normal(H, K, dtype=torch.float32).sigmoid()
-            self.settings = {"lower_bound": None if decays == "none" else bounds}
+            self.settings = {"activation": activation, "lower_bound": None if decays == "none" else bounds}
             self.wide = 200.0 if decays == "extreme" else 3.0  # gates that are all open or all closed
         self.settings["scale"] = 0.7
         self.start = self.normal(B, H, K, V, dtype=torch.float32)
@@ -130,6 +130,12 @@ def test_refuses_what_does_not_go_together(wrong, message):
     assert lightning_pending_step(x, x, x, **right).shape == x.shape
     with pytest.raises(ValueError, match=message):
         lightning_pending_step(x, x, x, **right | wrong)
+
+
+def test_an_unknown_activation_of_a_gated_step_is_refused():
+    x = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match="gelu"):
+        forget_gated_step(x, x, x, torch.zeros(2, 3, 4, 4), activation="gelu")
 
 
 @gpu

@@ -24,7 +24,16 @@ if importlib.util.find_spec("triton") is None:
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 INF = float("inf")
 GROUPED_OPS = ["delta", "delta_channels", "projected_delta", "projected_kda", "projected_net", "ssd", "projected_ssd"]
-MATRIX_OPS = [*GROUPED_OPS, "lightning", "lightning_silu", "gated", "forget_gated", "additive", "additive_turned"]
+MATRIX_OPS = [
+    *GROUPED_OPS,
+    "lightning",
+    "lightning_silu",
+    "gated",
+    "forget_gated",
+    "forget_gated_silu",
+    "additive",
+    "additive_turned",
+]
 
 
 class Case:
@@ -76,6 +85,14 @@ class Case:
             constants = {"lower_bound": self.normal(H, K, dtype=torch.float32).sigmoid()}
             streams, states = (q, 9 * k, v), (self.normal(B, H, K, V, dtype=torch.float32),)
             parallel, step = forget_gated_attention, forget_gated_step
+        elif op == "forget_gated_silu":
+            constants = {"lower_bound": self.normal(H, K, dtype=torch.float32).sigmoid()}
+            streams, states = (q, 9 * k, v), (self.normal(B, H, K, V, dtype=torch.float32),)
+            step = functools.partial(forget_gated_step, activation="silu")
+
+            def parallel(q, *rest, **options):
+                return forget_gated_attention(F.silu(q), *rest, **options)
+
         else:
             turned = op == "additive_turned"
             z = self.normal(B, H, K, dtype=torch.float32)

@@ -4,6 +4,8 @@ A step for decoding from a forget gate may write its state only every N tokens: 
 the last tokens are pending (`linnet.ops.stepping`).
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ from linnet.ops.gated.narrow import narrow_attention, takes
 from linnet.ops.gated.reference import forget_gate, gated_reference
 from linnet.ops.registration import register_matrix_state, register_step
 from linnet.ops.spans import cut_linear, run_form, split_rows
-from linnet.ops.stepping import append, check_pending, check_step, fits_kernel, use_kernel
+from linnet.ops.stepping import append, check_activation, check_pending, check_step, fits_kernel, use_kernel
 
 __all__ = [
     "forget_gate",
@@ -112,7 +114,7 @@ def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
     """
     check_step("gated_step", v, state, q=q, k=k, log_decay=log_decay)
     if use_kernel("gated", state, q, k, v, log_decay):
-        return _step(q, k, v, log_decay, None, state, float(scale))
+        return _step(q, k, v, log_decay, None, state, float(scale), "none")
     with exact(q):
         log_decay = log_decay.to(state.dtype)
         decay = log_decay.exp()
@@ -123,7 +125,14 @@ def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
 
 
 def forget_gated_step(
-    q: Tensor, x: Tensor, v: Tensor, state: Tensor, *, lower_bound: Tensor | None = None, scale: float = 1.0
+    q: Tensor,
+    x: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    lower_bound: Tensor | None = None,
+    scale: float = 1.0,
+    activation: Literal["none", "silu"] = "none",
 ) -> Tensor:
     """One step of `forget_gated_attention` (paper 002, 3.2): the gate too is made in the one launch, in float32.
 
@@ -132,16 +141,18 @@ def forget_gated_step(
         v: [B, H, V].
         state: [B, H, K, V], float32 or float64: the state after the previous token; updated in place.
         lower_bound: [H, K], beta in (0, 1); None for 0.
+        activation: none or silu, on q before anything else; in the same launch on a GPU.
 
     Returns:
         o [B, H, V] in the dtype of v.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: shapes that do not go together, an unknown activation.
     """
-    _check("forget_gated_step", q, x, v, state, lower_bound)
+    _check("forget_gated_step", q, x, v, state, lower_bound, activation)
     if use_kernel("gated", state, q, x, v, lower_bound):
-        return _step(q, None, v, x, lower_bound, state, float(scale))
+        return _step(q, None, v, x, lower_bound, state, float(scale), activation)
+    q = F.silu(q) if activation == "silu" else q
     log_decay, k = forget_gate(x, lower_bound)
     return gated_step(q, k.to(q.dtype), v, log_decay, state, scale=scale)
 
@@ -157,6 +168,7 @@ def forget_gated_pending_step(
     *,
     lower_bound: Tensor | None = None,
     scale: float = 1.0,
+    activation: Literal["none", "silu"] = "none",
 ) -> Tensor:
     """One step of `forget_gated_step` behind n pending tokens; as the last of N it writes the state.
 
@@ -168,22 +180,25 @@ def forget_gated_pending_step(
             place. Only the first n are read.
         pending: int32 [B], n of each sequence, 0 to N - 1; the caller counts, after the step of all layers.
         lower_bound: [H, K], beta in (0, 1); None for 0.
+        activation: none or silu, on q before anything else.
 
     Returns:
         o [B, H, V] in the dtype of v.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together.
+        ValueError: shapes or dtypes that do not go together, an unknown activation.
     """
-    _check("forget_gated_pending_step", q, x, v, state, lower_bound)
+    _check("forget_gated_pending_step", q, x, v, state, lower_bound, activation)
     check_pending("forget_gated_pending_step", pending, gates=(gates, x), values=(values, v))
     if fits_kernel(pending, gates, values) and use_kernel("gated", state, q, x, v, lower_bound):
-        return _pending_step(q, x, v, state, gates, values, pending, lower_bound, float(scale))
+        return _pending_step(q, x, v, state, gates, values, pending, lower_bound, float(scale), activation)
+    q = F.silu(q) if activation == "silu" else q
     with exact(q):
         return _pending_plain(q, x, v, state, gates, values, pending, lower_bound, scale)
 
 
-def _check(op: str, q, x, v, state, lower_bound) -> None:
+def _check(op: str, q, x, v, state, lower_bound, activation) -> None:
+    check_activation(op, activation)
     check_step(op, v, state, q=q, x=x)
     if lower_bound is not None and lower_bound.shape != q.shape[1:]:
         raise ValueError(f"{op}: lower_bound has shape {list(lower_bound.shape)}; give {list(q.shape[1:])}")
@@ -205,14 +220,14 @@ def _pending_plain(q, x, v, state, gates, values, pending, lower_bound, scale):
 
 _step = register_step(
     "gated_step",
-    "Tensor q, Tensor? k, Tensor v, Tensor gate, Tensor? lower_bound, Tensor(a!) state, float scale",
+    "Tensor q, Tensor? k, Tensor v, Tensor gate, Tensor? lower_bound, Tensor(a!) state, float scale, str activation",
     "gated.step_kernel.step",
     like="v",
 )
 _pending_step = register_step(
     "forget_gated_pending_step",
     "Tensor q, Tensor x, Tensor v, Tensor(a!) state, Tensor(b!) gates, Tensor(c!) values, Tensor pending, "
-    "Tensor? lower_bound, float scale",
+    "Tensor? lower_bound, float scale, str activation",
     "gated.step_kernel.pending_step",
     like="v",
 )

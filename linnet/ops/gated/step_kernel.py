@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import LOG2_E, after_previous, load_masked, store_masked, take_columns
+from linnet.ops.device import LOG2_E, after_previous, load_masked, silu, store_masked, take_columns
 from linnet.ops.gated.kernels import NO_DECAY, decayed, pack_decay
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
 
 
-def step(q, k, v, gate, lower_bound, state, scale) -> Tensor:
+def step(q, k, v, gate, lower_bound, state, scale, activation="none") -> Tensor:
     """As `gated_step`, `gate` being its log-decay, or without k as `forget_gated_step`, `gate` being its logits x.
 
     q, k, gate [B, H, K], v [B, H, V], lower_bound [H, K], the state [B, H, K, V] float32, contiguous.
@@ -26,14 +26,14 @@ def step(q, k, v, gate, lower_bound, state, scale) -> Tensor:
     even = rows == K and columns * blocks == V
     constants = (
         q.stride(0), 0 if k is None else k.stride(0), v.stride(0), gate.stride(0), H, K, V, rows, columns, even,
-        k is None, lower_bound is not None,
+        k is None, lower_bound is not None, activation,
     )  # fmt: skip
     tensors = q, k, v, gate, lower_bound, state, o
     launch(step_kernel, B * H * blocks, tensors, (scale,), constants, num_warps=warps)
     return o
 
 
-def pending_step(q, x, v, state, gates, values, pending, lower_bound, scale) -> Tensor:
+def pending_step(q, x, v, state, gates, values, pending, lower_bound, scale, activation="none") -> Tensor:
     """As `forget_gated_pending_step`; state, gates and values contiguous, the state float32."""
     (B, H, K), V = q.shape, v.shape[2]
     q, x, v = as_heads(q), as_heads(x), as_heads(v)
@@ -44,7 +44,7 @@ def pending_step(q, x, v, state, gates, values, pending, lower_bound, scale) -> 
     even, room = rows == K and columns * blocks == V, gates.shape[2]
     constants = (
         q.stride(0), x.stride(0), v.stride(0), H, K, V, room, triton.next_power_of_2(room + 1), rows, columns, even,
-        lower_bound is not None,
+        lower_bound is not None, activation,
     )  # fmt: skip
     tensors = q, x, v, state, gates, values, pending, lower_bound, o
     launch(pending_kernel, B * H * blocks, tensors, (scale,), constants, num_warps=warps)
@@ -55,7 +55,7 @@ def pending_step(q, x, v, state, gates, values, pending, lower_bound, scale) -> 
 def step_kernel(
     q, k, v, gate, lower_bound, state, o, scale, q_stride, k_stride, v_stride, gate_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    FORGET: tl.constexpr, BOUNDED: tl.constexpr, OVERLAPS: tl.constexpr,
+    FORGET: tl.constexpr, BOUNDED: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     _, head, b, h, i, j, state, inside = take_columns(state, H, K, V, ROWS, COLUMNS)
     at = j[None, :]
@@ -64,6 +64,8 @@ def step_kernel(
     decay = load_masked(gate + b * gate_stride + h * K, i, i < K, not EVEN).to(tl.float32)
     value = load_masked(v + b * v_stride + h * V, j, j < V, not EVEN).to(tl.float32)
     query = load_masked(q + b * q_stride + h * K, i, i < K, not EVEN).to(tl.float32)
+    if ACTIVATION == "silu":
+        query = silu(query)
     if FORGET:
         key = 1.0 / (1.0 + tl.exp(decay))
         decay = 1.0 / (1.0 + tl.exp(-decay))
@@ -96,7 +98,8 @@ def _open(x, bound, BOUNDED: tl.constexpr):
 def pending_kernel(
     q, x, v, state, gates, values, pending, lower_bound, o, scale, q_stride, x_stride, v_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROOM: tl.constexpr, PLACES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr,
+    ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     block, head, b, h, i, j, state, inside = take_columns(state, H, K, V, ROWS, COLUMNS)
     n, at, rows, columns = tl.arange(0, PLACES), j[None, :], i < K, j < V
@@ -106,6 +109,8 @@ def pending_kernel(
     own_gate = tl.load(x + b * x_stride + h * K + i, mask=rows, other=0.0)
     own_value = tl.load(v + b * v_stride + h * V + j, mask=columns, other=0.0)
     query = tl.load(q + b * q_stride + h * K + i, mask=rows, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        query = silu(query)
     bound = tl.load(lower_bound + h * K + i, mask=rows, other=0.0).to(tl.float32) if BOUNDED else 0.0
     bounds = bound[None, :] if BOUNDED else 0.0
     gates += head.to(tl.int64) * (ROOM * K)

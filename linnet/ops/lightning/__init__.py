@@ -21,7 +21,7 @@ from linnet.ops.lightning.reference import lightning_reference
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain, register_step
 from linnet.ops.scans import both_ways
 from linnet.ops.spans import cut_linear, run_form
-from linnet.ops.stepping import append, check_pending, check_step, fits_kernel, use_kernel
+from linnet.ops.stepping import append, check_activation, check_pending, check_step, fits_kernel, use_kernel
 
 __all__ = ["lightning_attention", "lightning_pending_step", "lightning_step"]
 
@@ -207,8 +207,7 @@ def lightning_pending_step(
 
 
 def _check(op: str, q, k, v, state, log_decay, activation) -> None:
-    if activation not in ("none", "silu"):
-        raise ValueError(f"{op}: activation {activation!r} is unknown; use none or silu")
+    check_activation(op, activation)
     check_step(op, v, state, q=q, k=k)
     if log_decay is not None and log_decay.shape != q.shape[1:2]:
         raise ValueError(f"{op}: log_decay has shape {list(log_decay.shape)}; give [{q.shape[1]}], one per head")

@@ -107,14 +107,17 @@ class Hgrn2(Mixer):
         return self.out_proj(self.norm(o.flatten(-2))), (None if state is None else {"matrix": matrix})
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q, gate, v, beta = self._project(x, one_token=True)
+        # Of one row the step itself activates q, 12 % of a token; of many that took longer (docs/negative-results.md).
+        inside = self.k_proj is None and self.config.output_activation == "silu" and len(x) == 1
+        q, gate, v, beta = self._project(x, one_token=True, activated=not inside)
+        settings = {"lower_bound": beta, "activation": "silu" if inside else "none"}
         if self.k_proj is not None:
             o = gated_step(q, self._own_key(x).to(q.dtype), v, forget_gate(gate, beta)[0], state["matrix"])
         elif "pending" in state:
             buffers = (state["gates"], state["values"], state["pending"])
-            o = forget_gated_pending_step(q, gate, v, state["matrix"], *buffers, lower_bound=beta)
+            o = forget_gated_pending_step(q, gate, v, state["matrix"], *buffers, **settings)
         else:
-            o = forget_gated_step(q, gate, v, state["matrix"], lower_bound=beta)
+            o = forget_gated_step(q, gate, v, state["matrix"], **settings)
         return self.out_proj(self.norm(o.flatten(-2))), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
@@ -141,11 +144,11 @@ class Hgrn2(Mixer):
         """Returns the input gate [..., H, K] of `tie: false`."""
         return F.sigmoid(self.k_proj(x)).unflatten(-1, (self.num_heads, self.head_dim))
 
-    def _project(self, x: Tensor, one_token: bool = False):
+    def _project(self, x: Tensor, one_token: bool = False, activated: bool = True):
         """Returns q, the forget gate's logits and v [..., H, K], and the gate's lower bound [H, K] or None."""
         heads = (self.num_heads, self.head_dim)
         q = self.q_proj(x)
-        match self.config.output_activation:
+        match self.config.output_activation if activated else "none":
             case "silu":
                 q = F.silu(q)
             case "sigmoid":
