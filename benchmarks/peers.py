@@ -47,6 +47,7 @@ def simple_gla_of_tokens(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> 
     """With a decay per token and head."""
     from fla.ops.simple_gla import chunk_simple_gla
 
+    allow_backward()
     return chunk_simple_gla(q, k, v, g=log_decay, scale=1.0)[0]
 
 
