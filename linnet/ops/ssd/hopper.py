@@ -113,7 +113,7 @@ def multiply_heads(to_dv, dq, dk, parts, through, tiles, scale, ROWS, CHUNKS, si
             factors = until.load(gl.SliceLayout(1, LEFT))
             early = (tv.load(LEFT).to(gl.float32) * factors[:, None]).to(gl.bfloat16)
             dk_sum = warpgroup_mma(early, dstate.permute((1, 0)), dk_sum, is_async=True)
-            # What is not a product runs beside these five.
+            # The rest of the work runs beside these five products.
             both = state.load(FLAT).to(gl.float32) * dstate.load(FLAT).to(gl.float32)
             both = gl.sum(gl.sum(both.reshape([K // 32, 32, V]), 0), 1)
             gl.store(through + place * 32 + gl.arange(0, 32, both.type.layout), both)
