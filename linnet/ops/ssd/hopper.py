@@ -1,6 +1,6 @@
 """The gradients of `linnet.ops.ssd.kernels` for Hopper GPUs, where the tiles of a value head come through descriptors
-(TMA) while the products of the heads before run: bfloat16, keys of 64 or 128, values of 64, sequences of whole chunks
-of 64, no documents."""
+(TMA) while the products of the heads before run: bfloat16, keys of 64 or 128 that value heads of 64 share, sequences of
+whole chunks of 64, no documents."""
 
 from collections import namedtuple
 
