@@ -10,7 +10,8 @@ The backward first walks forward for the states that enter blocks of a few chunk
 those that leave them, both stored in the dtype of products. Then two programs for each chunk and key, one for dq, one
 for dk and dv, make the states at the edges of their chunk and sum over the value heads that share the key, in
 registers; queries and keys are multiplied once for all of these heads. Where chunks and keys are few, the heads are
-shared out. A last launch sums up the gradient of log-decays from what they have by token.
+shared out. On Hopper `linnet.ops.ssd.hopper` has both in one program for the usual shapes. A last launch sums up the
+gradient of log-decays from what they have by token.
 
 Factors of values and a skip are applied in the forward's kernel. In the backward values are multiplied before, and the
 gradients of both are made after it: inside, they spilled registers (docs/negative-results.md).
