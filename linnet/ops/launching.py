@@ -220,9 +220,19 @@ def align_slices(x: Tensor | None) -> tuple[Tensor | None, int, int]:
     return (x, x[0].numel(), x.stride(0)) if whole else (x.contiguous(), 0, 0)
 
 
+def cdiv(x: int, y: int) -> int:
+    """Returns x / y, rounded up. Triton's takes some microseconds, since it also runs inside kernels."""
+    return -(-x // y)
+
+
+def next_power_of_2(x: int) -> int:
+    """Returns the least power of two that is at least x >= 1."""
+    return 1 << (x - 1).bit_length()
+
+
 def pad(width: int) -> int:
     """Returns the power of two, at least 16, that a product of matrices takes for a width."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 def choose_operands(dtype: torch.dtype) -> tuple[tl.dtype, str]:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.launching import launch
+from linnet.ops.launching import cdiv, launch, next_power_of_2
 
 MOST = 1024  # shares that a program loads at a time: all of them where possible, since a load takes longer than a sum
 NUMBERS = 16_384  # that it loads at a time, at most
@@ -15,9 +15,9 @@ def sum_shares(shares: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the sums [H, W] over N and G of float32 shares [N, H, G, W], contiguous."""
     N, H, G, W = shares.shape
     sums = shares.new_empty(H, W, dtype=dtype)
-    rows = min(MOST, triton.next_power_of_2(N * G))
-    columns = min(MOST, NUMBERS // rows, triton.next_power_of_2(W))
-    programs, warps = (triton.cdiv(W, columns), H), max(1, min(16, rows * columns // 512))
+    rows = min(MOST, next_power_of_2(N * G))
+    columns = min(MOST, NUMBERS // rows, next_power_of_2(W))
+    programs, warps = (cdiv(W, columns), H), max(1, min(16, rows * columns // 512))
     launch(sum_kernel, programs, (shares, sums), (), (N * G, G, W, rows, columns), num_warps=warps)
     return sums
 

@@ -286,3 +286,14 @@ def test_interpreted_kernels_stay_in_the_memory_of_their_tensors(interpreted, tm
     else:
         with pytest.raises(AssertionError, match="outside the memory of the tensors"):
             interpreted(str(file))
+
+
+def test_rounding_on_the_host_is_tritons():
+    import triton
+
+    from linnet.ops import launching
+
+    for x in (1, 2, 3, 63, 64, 65, 4096, 4097, 2**31 - 1):
+        assert launching.next_power_of_2(x) == triton.next_power_of_2(x)
+        for y in (1, 2, 7, 64):
+            assert launching.cdiv(x, y) == triton.cdiv(x, y)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.device import activate, activate_and_differentiate, after_previous
-from linnet.ops.launching import Launcher, align, align_slices
+from linnet.ops.launching import Launcher, align, align_slices, cdiv
 
 BLOCK, WARPS = 2048, 4
 
@@ -58,7 +58,7 @@ def log_sigmoid_backward(x: Tensor, dy: Tensor, divisor: float) -> Tensor:
 
 @functools.lru_cache(1024)
 def _plan(kernel, numel: int, dtype, gradient_dtype, activation: str, device, *slices: int) -> Launcher:
-    return Launcher(kernel, triton.cdiv(numel, BLOCK), (activation, *slices, BLOCK), num_warps=WARPS)
+    return Launcher(kernel, cdiv(numel, BLOCK), (activation, *slices, BLOCK), num_warps=WARPS)
 
 
 @triton.jit

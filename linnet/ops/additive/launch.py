@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from linnet.ops import backend
@@ -18,7 +17,7 @@ from linnet.ops.additive.kernels import (
     values_kernel,
 )
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import align, choose_operands, count_processors, is_hopper, launch, pad
+from linnet.ops.launching import align, cdiv, choose_operands, count_processors, is_hopper, launch, pad
 from linnet.ops.shares import sum_shares
 
 
@@ -109,7 +108,7 @@ class Call(NamedTuple):
         """
         B, T, H, K = self.q.shape
         tiles = self.tiles(kind)
-        blocks = triton.cdiv(self.v.shape[3] if kind != "dq" else K, tiles.columns)
+        blocks = cdiv(self.v.shape[3] if kind != "dq" else K, tiles.columns)
         places = fill * count_processors(self.q.device)
         return max(1, min(places // (self.states * H * blocks), B * T // self.states // (least * tiles.chunk)))
 
@@ -215,7 +214,7 @@ class Call(NamedTuple):
         out = self.empty_state()
         flags = (self.theta is not None, S is not None, gradients[0] is not None)
         tensors = (*sums, S, None, *gradients, *out)
-        programs = triton.cdiv(K, 16) * self.states * self.q.shape[2]
+        programs = cdiv(K, 16) * self.states * self.q.shape[2]
         launch(combine_kernel, programs, self._pick(tensors), (), (segments, K, V, 16, pad(V), *flags))
         return out
 
@@ -267,7 +266,7 @@ class Call(NamedTuple):
     ) -> None:  # fmt: skip
         """Starts a program for each block of columns of `width`, each head, and each segment or `count` of them."""
         T, H = self.q.shape[1:3]
-        programs = triton.cdiv(width, columns) * self.states * H * (segments if count is None else count)
+        programs = cdiv(width, columns) * self.states * H * (segments if count is None else count)
         launch(kernel, programs, self._pick(tensors), numbers, (T, self.states, segments, H, *constants), **options)
 
     @property

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from linnet.ops.attention import Cache, Turn
 from linnet.ops.device import after_previous, cosine_sine
-from linnet.ops.launching import choose_operands, count_processors, has_little_shared_memory, launch, pad
+from linnet.ops.launching import (
+    cdiv,
+    choose_operands,
+    count_processors,
+    has_little_shared_memory,
+    launch,
+    next_power_of_2,
+    pad,
+)
 from linnet.ops.stepping import as_heads
 
 MOST_SHARES = 32
@@ -73,7 +81,7 @@ def attend_token(
     (B, H, D), G, slots = q.shape, k.shape[1], cache.places.shape[1]
     gate = gate if gate is None or gate.stride(1) == 1 else gate.contiguous()
     processors = count_processors(q.device, interpreted=2)
-    shares = min(MOST_SHARES, triton.next_power_of_2(triton.cdiv(2 * processors, B * G)))
+    shares = min(MOST_SHARES, next_power_of_2(cdiv(2 * processors, B * G)))
     dtype, precision = choose_operands(q.dtype)
     # Slots at a time: every dtype fits into the 99 KiB of shared memory that most cards have (float32 takes 66).
     width, tile = pad(D), 64 >> ((D > 128) + (q.dtype != torch.bfloat16))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.launching import Launcher, align, choose_operands, pad
+from linnet.ops.launching import Launcher, align, cdiv, choose_operands, pad
 
 # Forward and backward on an H200, 393,216 tokens of width 128 in sequences of 128, in milliseconds with heads of 8, 16
 # and 32: 2.08, 1.09, 0.66; with 8 warps 4.08, 2.10, 1.54; with 2 2.00, 0.95, 0.73; blocks of 128 4.29, 2.20, 1.31, of
@@ -54,7 +54,7 @@ def _plan(kernel, shape: torch.Size, dtype: torch.dtype, device: torch.device) -
     batch, length, heads, width = shape
     block = min(BLOCK if dtype != torch.float32 else 32, pad(length))
     constants = (heads, width, pad(width), block, *choose_operands(dtype))
-    return Launcher(kernel, batch * heads * triton.cdiv(length, block), constants, num_warps=WARPS)
+    return Launcher(kernel, batch * heads * cdiv(length, block), constants, num_warps=WARPS)
 
 
 @triton.jit

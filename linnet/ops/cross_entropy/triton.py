@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.launching import launch
+from linnet.ops.launching import launch, next_power_of_2
 
 BLOCK, WARPS = 4096, 16
 
@@ -15,7 +15,7 @@ def softmax_in_place(
 ) -> tuple[Tensor, Tensor | None]:
     """nll [N] (0 where ignored), and softmax - onehot (0 where ignored) in the memory of the logits."""
     nll = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
+    block = min(BLOCK, next_power_of_2(logits.shape[1]))
     constants = logits.shape[1], ignore_index, needs_gradients, block
     tensors = logits, targets.contiguous(), nll
     launch(softmax_kernel, logits.shape[0], tensors, (), constants, num_warps=WARPS)
@@ -38,7 +38,7 @@ def share_in_place(logits: Tensor, index: Tensor, log_sum: Tensor, vocab: int) -
 
 
 def _block(vocab: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(vocab))
+    return min(BLOCK, next_power_of_2(vocab))
 
 
 @triton.jit

@@ -35,7 +35,6 @@ import itertools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from linnet.ops import backend
@@ -50,7 +49,7 @@ from linnet.ops.delta.kernels import (
     sweep_kernel,
 )
 from linnet.ops.documents import count_states
-from linnet.ops.launching import Launches, align, choose_operands, count_processors, is_hopper, pad
+from linnet.ops.launching import Launches, align, cdiv, choose_operands, count_processors, is_hopper, pad
 
 
 class Tiles(NamedTuple):
@@ -152,7 +151,7 @@ class _Call:
         self.PK, self.PV = pad(self.K), pad(self.V)
         self.tiles = choose_tiles(self.PK, self.PV, q.dtype)
         C = self.tiles.chunk
-        self.slots = self.B * triton.cdiv(self.T, C) if cu_seqlens is None else self.T // C + self.states
+        self.slots = self.B * cdiv(self.T, C) if cu_seqlens is None else self.T // C + self.states
         self.operand = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.arithmetic = choose_operands(q.dtype)
         self.exact = self.operand == torch.float32
@@ -318,7 +317,7 @@ def _channel_gradients(call: _Call, tensors: tuple, prepared: list[Tensor], keys
     left = of_q, of_k, dv, None, written, of_erased, scores, overlaps, rest
     _launch_gradients((call.q, call.k, call.v, None, *tensors, call.cu_seqlens, *left[:5]), call, left[5:])
     dq, dk = (torch.empty_like(ddecay, dtype=torch.float32 if call.HV > call.H else call.q.dtype) for _ in range(2))
-    blocks = triton.cdiv(call.K, call.tiles.gradient_channels)
+    blocks = cdiv(call.K, call.tiles.gradient_channels)
     derase = torch.empty_like(call.erase) if call.apart else call.empty(*written.shape, blocks, dtype=torch.float32)
     constants = (
         call.T, call.states, call.H, call.HV, call.K, call.tiles.chunk, call.tiles.gradient_channels, call.limit,
@@ -362,7 +361,7 @@ def _launch_sweeps(kernel, programs: int, tensors: tuple, call: _Call, kinds: tu
         tiles.columns, *kinds, call.channels, *call.shape_flags, *call.arithmetic,
         max(1, tiles.stages - call.channels),  # a third tile of keys
     )  # fmt: skip
-    programs *= triton.cdiv(call.V, tiles.columns)
+    programs *= cdiv(call.V, tiles.columns)
     call.launches.add(kernel, programs, (*tensors, call.cu_seqlens), (call.scale,), constants, num_warps=tiles.warps)
 
 

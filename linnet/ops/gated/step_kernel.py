@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linnet.ops.device import LOG2_E, after_previous, load_masked, silu, store_masked, take_columns
 from linnet.ops.gated.kernels import NO_DECAY, decayed, pack_decay
-from linnet.ops.launching import launch
+from linnet.ops.launching import launch, next_power_of_2
 from linnet.ops.stepping import as_heads, choose_columns
 
 
@@ -43,7 +43,7 @@ def pending_step(q, x, v, state, gates, values, pending, lower_bound, scale, act
     rows, columns, blocks, warps = choose_columns(K, V, B * H, 16 if B * H < 2048 else 64)
     even, room = rows == K and columns * blocks == V, gates.shape[2]
     constants = (
-        q.stride(0), x.stride(0), v.stride(0), H, K, V, room, triton.next_power_of_2(room + 1), rows, columns, even,
+        q.stride(0), x.stride(0), v.stride(0), H, K, V, room, next_power_of_2(room + 1), rows, columns, even,
         lower_bound is not None, activation,
     )  # fmt: skip
     tensors = q, x, v, state, gates, values, pending, lower_bound, o

@@ -29,7 +29,6 @@ float64, mixed dtypes, and widths that are above 256 or not multiples of 8 run i
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from linnet.ops import backend
@@ -43,7 +42,7 @@ from linnet.ops.gated.kernels import (
     prepare_strong_kernel,
     sweep_kernel,
 )
-from linnet.ops.launching import align, choose_operands, count_processors, has_little_shared_memory, launch, pad
+from linnet.ops.launching import align, cdiv, choose_operands, count_processors, has_little_shared_memory, launch, pad
 
 
 class Tiles(NamedTuple):
@@ -121,7 +120,7 @@ class Call:
         self.PK, self.PV = pad(self.K), pad(self.V)
         self.tiles = choose_tiles(self.PK, self.PV, q.dtype)
         C = self.tiles.chunk
-        self.slots = self.B * triton.cdiv(self.T, C) if cu_seqlens is None else self.T // C + self.states
+        self.slots = self.B * cdiv(self.T, C) if cu_seqlens is None else self.T // C + self.states
         self.arithmetic = choose_operands(q.dtype)
         self.operand = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.limit = 100.0 if q.dtype == torch.bfloat16 else 30.0
@@ -190,7 +189,7 @@ def _prepare(call: Call) -> Prepared:
         *call.shape_flags, *call.arithmetic, GROUP,
     )  # fmt: skip
     tensors = *inputs, since_q, until_k, scores, strong
-    launch(prepare_strong_kernel, triton.cdiv(programs, GROUP), tensors, (call.scale,), constants, num_warps=2)
+    launch(prepare_strong_kernel, cdiv(programs, GROUP), tensors, (call.scale,), constants, num_warps=2)
     return prepared
 
 
@@ -215,7 +214,7 @@ def _sweep(
 
 
 def _count_programs(call: Call, both: bool) -> int:
-    return triton.cdiv(call.V, call.tiles.columns) * call.states * call.H * (1 + both)
+    return cdiv(call.V, call.tiles.columns) * call.states * call.H * (1 + both)
 
 
 def _summarise(
@@ -280,13 +279,13 @@ def _gradients(call: Call, do: Tensor, initials: Tensor, dfinals: Tensor, strong
         call.T, call.states, call.H, call.K, call.V, tiles.chunk, tiles.channels, min(64, call.PV), *call.gate_flags,
         *call.shape_flags, *call.arithmetic, tiles.gradient_stages,
     )  # fmt: skip
-    programs = triton.cdiv(call.K, tiles.channels) * chunks
+    programs = cdiv(call.K, tiles.channels) * chunks
     launch(gradients_kernel, programs, tensors, (call.scale,), constants, num_warps=tiles.gradient_warps)
     constants = (
         call.T, call.states, chunks, call.H, call.K, call.V, tiles.chunk, min(32, call.PK), min(64, call.PV),
         *call.gate_flags, *call.shape_flags, *call.arithmetic, GROUP,
     )  # fmt: skip
-    programs = triton.cdiv(chunks, GROUP)
+    programs = cdiv(chunks, GROUP)
     launch(gradients_strong_kernel, programs, tensors, (call.scale,), constants, num_warps=4)
     return dq, dk, dv, dgate, None if parts is None else parts.sum(0).to(call.bound.dtype)
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops.device import after_previous, load_masked, silu, store_masked, take_columns
-from linnet.ops.launching import launch
+from linnet.ops.launching import launch, next_power_of_2
 from linnet.ops.stepping import as_heads, choose_columns
 
 
@@ -19,7 +19,7 @@ def step(q, k, v, state, log_decay, scale, activation="none") -> Tensor:
 def pending_step(q, k, v, state, keys, values, pending, log_decay, scale, activation="none") -> Tensor:
     """As `lightning_pending_step`; state, keys and values contiguous, the state float32."""
     room = keys.shape[2]
-    sizes = room, triton.next_power_of_2(room + 1)
+    sizes = room, next_power_of_2(room + 1)
     return _run(pending_kernel, q, k, v, (state, keys, values, pending), sizes, log_decay, scale, activation)
 
 

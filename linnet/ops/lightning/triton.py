@@ -34,6 +34,7 @@ from linnet.ops.documents import count_states
 from linnet.ops.launching import (
     Launcher,
     align,
+    cdiv,
     choose_operands,
     count_processors,
     has_little_shared_memory,
@@ -125,7 +126,7 @@ def lightning_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor
     if rates is None or segments == 1:
         return sums.sum(2)
     # Each segment's state decays over the tokens that follow it, in the order of the sweep.
-    per = triton.cdiv(triton.cdiv(T, chunk), segments) * chunk
+    per = cdiv(cdiv(T, chunk), segments) * chunk
     later = T - (per * torch.arange(1, segments + 1, device=x.device)).clamp(max=T)
     weights = torch.exp(rates.float().clamp(min=-1e30)[:, None] * later)
     return (sums * weights[:, :, None, None]).sum(2)
@@ -140,7 +141,7 @@ def _plan_summary(sizes, outer, dtypes, rates, device, reverse) -> tuple[Launche
     shape = Shape(B, T, H, B, dtypes[0], rates is not None, False, False, device)
     form = Form(inner, outer, False, False, False, False)
     tiles = _tiles(form, shape)
-    places = RESIDENT * count_processors(device) // (B * H * triton.cdiv(outer, min(tiles.columns, pad(outer))))
+    places = RESIDENT * count_processors(device) // (B * H * cdiv(outer, min(tiles.columns, pad(outer))))
     segments = max(1, min(places, T // (16 * tiles.chunk)))
     return _prepare_summary(shape, [form], segments, segments, False, reverse), segments, tiles.chunk
 
@@ -294,7 +295,7 @@ def _prepare_summary(
         tiles = tiles._replace(chunk=HOPPER_CHUNK, stages=3)  # the sweeps cut segments in whole chunks
     K, V = (first.outer, first.inner) if first.flip else (first.inner, first.outer)
     columns = min(tiles.columns, pad(V))
-    programs = triton.cdiv(V, columns) * directions * shape.states * shape.heads * count
+    programs = cdiv(V, columns) * directions * shape.states * shape.heads * count
     constants = (
         shape.length, shape.states, segments, count, shape.heads,
         K, V, tiles.chunk, pad(K), columns, directions, int(reverse), shape.rates, shape.documents,
@@ -306,7 +307,7 @@ def _prepare_summary(
 def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
     first, last = group[0], group[-1]
     tiles = _tiles(first, shape)
-    programs = triton.cdiv(first.outer, tiles.columns) * len(group) * shape.states * shape.heads * segments
+    programs = cdiv(first.outer, tiles.columns) * len(group) * shape.states * shape.heads * segments
     constants = (
         shape.length, shape.states, segments, shape.heads,
         first.inner, first.outer, tiles.chunk, pad(first.inner), tiles.columns, len(group), first.reverse, first.flip,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend
-from linnet.ops.launching import Launcher, align, choose_operands, count_processors, pad
+from linnet.ops.launching import Launcher, align, cdiv, choose_operands, count_processors, pad
 from linnet.ops.longconv import chunked
 from linnet.ops.longconv.chunked import sum_diagonals
 
@@ -42,7 +42,7 @@ def attend_backward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, dy: Tensor
     q, k, v, dy, values = (align(x) for x in (q, k, v, dy, _surround(filters)))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     key = _key(q, filters)
-    (models, heads, length), tiles, groups = filters.shape, triton.cdiv(q.shape[1], TILE), count_groups(*key)
+    (models, heads, length), tiles, groups = filters.shape, cdiv(q.shape[1], TILE), count_groups(*key)
     sums = q.new_empty(models * heads, groups, tiles, TILE, TILE, dtype=torch.float32)
     _plan(forward_kernel, *key)(dy, v, k, values, dq)
     _plan(key_kernel, *key)(q, k, v, dy, values, dk, dv)
@@ -70,7 +70,7 @@ def _key(q: Tensor, filters: Tensor) -> tuple:
 @functools.lru_cache(1024)
 def _plan(kernel, shape, models: int, dtype, filter_dtype, device: torch.device) -> Launcher:
     rows, length, heads, width = shape
-    tiles, operands = triton.cdiv(length, TILE), choose_operands(dtype)
+    tiles, operands = cdiv(length, TILE), choose_operands(dtype)
     constants = (heads, width, pad(width), TILE, *operands)
     if kernel is filter_kernel:
         groups = count_groups(shape, models, dtype, filter_dtype, device)
@@ -84,7 +84,7 @@ def _plan(kernel, shape, models: int, dtype, filter_dtype, device: torch.device)
 def count_groups(shape, models: int, dtype, filter_dtype, device: torch.device) -> int:
     """Into how many the rows of a model are shared out, so that their sums fill the GPU a few times."""
     rows, length, heads, _ = shape
-    programs = models * heads * triton.cdiv(length, TILE)
+    programs = models * heads * cdiv(length, TILE)
     return max(1, min(rows // models, 16 * count_processors(device, interpreted=1) // programs))
 
 
@@ -192,7 +192,7 @@ def transpose(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _plan_transpose(shape: torch.Size, dtype: torch.dtype, to: torch.dtype, device: torch.device) -> Launcher:
     models, rows, columns = shape
     even = rows % TILE == 0 and columns % TILE == 0
-    programs = models * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
+    programs = models * cdiv(rows, TILE) * cdiv(columns, TILE)
     return Launcher(transpose_kernel, programs, (rows, columns, TILE, even), num_warps=4)
 
 

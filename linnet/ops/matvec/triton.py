@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops.device import after_previous, load_masked
-from linnet.ops.launching import launch
+from linnet.ops.launching import cdiv, launch, next_power_of_2
 from linnet.ops.matvec import ACTIVATIONS, DeferredNorm
 
 
@@ -48,7 +48,7 @@ def matvec(
         norm is not None, residual is not None, gain is not None, early,
     )  # fmt: skip
     tensors = x, residual, gain, weight, bias, y, h
-    launch(matvec_kernel, triton.cdiv(count, rows), tensors, (eps,), constants, num_warps=warps)
+    launch(matvec_kernel, cdiv(count, rows), tensors, (eps,), constants, num_warps=warps)
     return y
 
 
@@ -155,9 +155,9 @@ def few_rows(
     gated = activation is not None
     size, count = sizes[0], sum(sizes)
     columns, step, parts, stages = tile or choose_rows_tile(rows, count, width, size, gated)
-    blocks = triton.cdiv(size if gated else count, columns)
+    blocks = cdiv(size if gated else count, columns)
     parts = parts if blocks <= counters.numel() else 1
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(16, next_power_of_2(rows))
     y = torch.empty(rows * (size if gated else count), dtype=x.dtype, device=x.device)
     shape = (parts, blocks, 2 if gated else 1, padded, columns)
     partial = torch.empty(shape if parts > 1 else 1, dtype=torch.float32, device=x.device)

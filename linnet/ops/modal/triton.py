@@ -24,7 +24,7 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.device import load_masked, span, store_masked
 from linnet.ops.documents import count_states
-from linnet.ops.launching import Launch, align, count_processors, launch, launch_all
+from linnet.ops.launching import Launch, align, cdiv, count_processors, launch, launch_all, next_power_of_2
 from linnet.ops.modal import chunked
 
 MOST_MODES = 64
@@ -62,7 +62,7 @@ class Call:
     def __init__(self, x: Tensor, log_decay: Tensor, weight: Tensor, cu_seqlens: Tensor | None):
         B, T, D = x.shape
         self.log_decay, self.weight, self.cu_seqlens = log_decay, weight, align(cu_seqlens)
-        self.states, self.blocks = count_states(cu_seqlens, B), triton.cdiv(D, BD.value)
+        self.states, self.blocks = count_states(cu_seqlens, B), cdiv(D, BD.value)
         self.segments = count_segments(self.states, B * T, D, log_decay.shape[1], x.device)
         self.sizes = (T, self.states, self.segments, D, log_decay.shape[1])
 
@@ -95,12 +95,12 @@ class Call:
 
     def _launch(self, kernel, most: int, tensors: tuple, flags: tuple) -> Launch:
         """A kernel whose programs have `most` modes at most."""
-        programs = self.blocks * self.states * self.segments * triton.cdiv(self.sizes[-1], most)
+        programs = self.blocks * self.states * self.segments * cdiv(self.sizes[-1], most)
         return Launch(kernel, programs, tensors, (), (*self.sizes, *self._vectors(most), *flags), {"num_warps": 1})
 
     def _vectors(self, most: int) -> tuple[int, int]:
         """Vectors of modes a thread, and tokens it reads ahead: fewer where a token takes longer."""
-        vectors = triton.cdiv(min(self.sizes[-1], most), 4)
+        vectors = cdiv(min(self.sizes[-1], most), 4)
         return vectors, 8 if vectors * MOST_MODES > 8 * most else 16
 
     def _empty(self, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Call:
 def count_segments(states: int, tokens: int, channels: int, modes: int, device: torch.device) -> int:
     """As many as fill the GPU within its registers, of at least 64 tokens on average. Documents are cut alike."""
     places = count_processors(device, interpreted=1) * (8 if modes > 32 else 16)
-    return max(1, min(places // (states * triton.cdiv(channels, BD.value)), tokens // states // (2 * UNIT.value)))
+    return max(1, min(places // (states * cdiv(channels, BD.value)), tokens // states // (2 * UNIT.value)))
 
 
 def _supports(x: Tensor, log_decay: Tensor, weight: Tensor) -> bool:
@@ -385,10 +385,10 @@ def step(x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor) -> Tensor:
     B, D, E = state.shape
     x, log_decay, weight = x.contiguous(), log_decay.contiguous(), weight.contiguous()
     y = torch.empty_like(x)
-    padded = triton.next_power_of_2(E)
+    padded = next_power_of_2(E)
     channels = max(1, 1024 // padded)
     constants = D, E, padded, channels, padded == E and D % channels == 0
-    launch(step_kernel, B * triton.cdiv(D, channels), (x, log_decay, weight, state, y), (), constants, num_warps=4)
+    launch(step_kernel, B * cdiv(D, channels), (x, log_decay, weight, state, y), (), constants, num_warps=4)
     return y
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops.device import activate, activate_and_differentiate
-from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
+from linnet.ops.launching import Launcher, align, cdiv, count_processors, count_shared_memory
 from linnet.ops.norm.triton import _dtypes, choose_tile, choose_walk
 from linnet.ops.shares import sum_shares
 
@@ -53,13 +53,13 @@ def _plan(kernel, width, numel, x, weight, gate, *more) -> Launcher:
     *_, gate_activation, _ = more  # after the other dtypes, and before the device
     columns, rows, warps = choose_tile(width)
     constants = (width, columns, rows, weight is not None, "absent" if gate is None else gate_activation)
-    return Launcher(kernel, triton.cdiv(numel // width, rows), constants, num_warps=warps)
+    return Launcher(kernel, cdiv(numel // width, rows), constants, num_warps=warps)
 
 
 @functools.lru_cache(1024)
 def _plan_along(width, numel, x, weight, gate, dy, gate_activation, needs_weight, device) -> tuple[Launcher, int]:
     columns, rows, warps = choose_tile(width, gain=needs_weight)
-    programs, stages = triton.cdiv(numel // width, rows), 1
+    programs, stages = cdiv(numel // width, rows), 1
     if needs_weight:
         inputs = sum(t.itemsize for t in (x, gate, dy) if t is not None)
         walkers, stages = choose_walk(rows * columns, inputs, count_shared_memory(device) - 35 * 1024)

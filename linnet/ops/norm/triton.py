@@ -15,7 +15,15 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.device import activate, activate_and_differentiate, after_previous
-from linnet.ops.launching import Launcher, align, align_slices, count_processors, count_shared_memory
+from linnet.ops.launching import (
+    Launcher,
+    align,
+    align_slices,
+    cdiv,
+    count_processors,
+    count_shared_memory,
+    next_power_of_2,
+)
 from linnet.ops.shares import sum_shares
 
 WIDEST = 16_384  # of a row that a program holds
@@ -36,7 +44,7 @@ def choose_tile(width: int, gain: bool = False) -> tuple[int, int, int]:
 
     `gain`: for a backward with the gradient of a gain.
     """
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     rows = max(1, (1024 if columns <= 256 and not gain else 2048) // columns)
     return columns, rows, min(16, max(4, columns // (256 if gain else 1024)))
 
@@ -110,7 +118,7 @@ def _plan_forward(
         width, columns, rows, residual is not None, weight is not None, kind, slice_width // width, slice_stride,
         gains > 1, center,
     )  # fmt: skip
-    programs = gains * triton.cdiv(numel // width // gains, rows)
+    programs = gains * cdiv(numel // width // gains, rows)
     return Launcher(forward_kernel, programs, constants, num_warps=warps)
 
 
@@ -120,12 +128,12 @@ def _plan_backward(
 ) -> tuple[Launcher, int]:
     columns, rows, warps = choose_tile(width, gain=needs_weight)
     part = numel // width // gains
-    programs, stages = triton.cdiv(part, rows), 1  # programs of a part
+    programs, stages = cdiv(part, rows), 1  # programs of a part
     if needs_weight:
         inputs = sum(t.itemsize for t in (h, gate, dy, dh) if t is not None)
         # 35 KiB are left to the sums: 192 KiB of an H200 hold blocks.
         walkers, stages = choose_walk(rows * columns, inputs, count_shared_memory(device) - 35 * 1024)
-        programs = min(programs, triton.cdiv(walkers * count_processors(device, interpreted=1), gains))
+        programs = min(programs, cdiv(walkers * count_processors(device, interpreted=1), gains))
     kind = "absent" if gate is None else gate_activation
     flags = weight is not None, kind, dh is not None, dnarrow is not None
     constants = (width, columns, rows, *flags, needs_weight, stages, gains > 1, center)

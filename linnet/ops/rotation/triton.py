@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.device import cosine_sine
-from linnet.ops.launching import Launcher, align, count_processors
+from linnet.ops.launching import Launcher, align, cdiv, count_processors, next_power_of_2
 
 WALKERS = 8  # programs that walk over the tokens, a multiprocessor
 
@@ -31,7 +31,7 @@ def supports(x: Tensor, positions: Tensor, theta: Tensor) -> bool:
 
 def choose_tile(columns: int) -> tuple[int, int, int]:
     """Columns (a power of two), tokens and warps of a program: on an H200 the fastest of docs/negative-results.md."""
-    columns = min(triton.next_power_of_2(columns), 512)
+    columns = min(next_power_of_2(columns), 512)
     return columns, max(1, 1024 // columns), 4
 
 
@@ -80,9 +80,9 @@ def _plan(
 ) -> tuple[Launcher, int]:
     (heads, _), frequencies = shape[-2:], theta_shape[1]
     columns, rows, warps = choose_tile(heads * frequencies)
-    walkers, blocks = triton.cdiv(layout[0], rows), triton.cdiv(heads * frequencies, columns)
+    walkers, blocks = cdiv(layout[0], rows), cdiv(heads * frequencies, columns)
     if needs_theta:
-        walkers = min(walkers, triton.cdiv(WALKERS * count_processors(device, interpreted=1), blocks))
+        walkers = min(walkers, cdiv(WALKERS * count_processors(device, interpreted=1), blocks))
     backward = (needs_theta,) if kernel is backward_kernel else ()
     constants = (
         *(heads, frequencies, theta_shape[0] == 1, doubling, activation == "silu", *backward),

@@ -29,7 +29,7 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.device import LOG2_E, load_masked, store_masked
 from linnet.ops.documents import count_states
-from linnet.ops.launching import Launcher, align, launch
+from linnet.ops.launching import Launcher, align, cdiv, launch, next_power_of_2
 from linnet.ops.scan import chunked
 
 
@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
 
 def choose_tiles(sequences: int, channels: int, is_complex: bool, backward: bool) -> Tiles:
     """On an H200 the fastest of those in docs/negative-results.md."""
-    chains = sequences * triton.cdiv(channels, 64)
+    chains = sequences * cdiv(channels, 64)
     group = 1 if chains >= 512 else 8
     if is_complex:
         return Tiles(4, 8, 64, group)
@@ -98,7 +98,7 @@ def _plan(backward, dtype, shape, decay_dtype, theta_dtype, has_documents, devic
     is_complex = theta_dtype is not None
     tiles = choose_tiles(B, D, is_complex, backward)
     size = tiles.rows * tiles.length
-    count, blocks = triton.cdiv(T, size), triton.cdiv(D, tiles.channels)
+    count, blocks = cdiv(T, size), cdiv(D, tiles.channels)
     masked = T % size > 0 or D % tiles.channels > 0
     constants = (B, T, count, D, *tiles, is_complex, *given, has_documents, masked)
     kernel = backward_kernel if backward else forward_kernel
@@ -106,7 +106,7 @@ def _plan(backward, dtype, shape, decay_dtype, theta_dtype, has_documents, devic
     return Plan(
         Launcher(kernel, count * blocks * B, constants, num_warps=tiles.rows),
         count,
-        HEAD.value + (summaries + triton.cdiv(count, tiles.group)) * B * D,
+        HEAD.value + (summaries + cdiv(count, tiles.group)) * B * D,
     )
 
 
@@ -127,7 +127,7 @@ def _mark(
         return None, None
     T, width = log_decay.shape[1], final[0].numel()
     marks = torch.full((2, T), -1, dtype=torch.int32, device=log_decay.device)
-    constants = T, width, triton.next_power_of_2(min(width, 1024)), initial is not None
+    constants = T, width, next_power_of_2(min(width, 1024)), initial is not None
     launch(mark_kernel, final.shape[0], (cu_seqlens.contiguous(), marks, initial, final), (), constants, num_warps=1)
     return marks[0], marks[1]
 
@@ -517,7 +517,7 @@ def step(x: Tensor, log_decay: Tensor, state: Tensor, theta: Tensor | None) -> T
     count = log_decay.numel()
     theta = None if theta is None else theta.contiguous()
     constants = count, log_decay.shape[1], BLOCK, theta is not None
-    launch(step_kernel, triton.cdiv(count, BLOCK), (x, log_decay, state, h, theta), (), constants, num_warps=2)
+    launch(step_kernel, cdiv(count, BLOCK), (x, log_decay, state, h, theta), (), constants, num_warps=2)
     return h
 
 

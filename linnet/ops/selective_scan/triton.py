@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops.device import LOG2_E, load_masked
-from linnet.ops.launching import Launcher, align, count_processors, launch
+from linnet.ops.launching import Launcher, align, cdiv, count_processors, launch, next_power_of_2
 from linnet.ops.selective_scan import chunked
 from linnet.ops.selective_scan.chunked import Shape, runs_in_kernels, tokens_between
 
@@ -52,7 +52,7 @@ BACKWARD = {1: (128, 1, 1, 8), 2: (128, 1, 2, 8), 4: (64, 2, 2, 8)}
 
 
 def choose_tile(states: int, backward: bool) -> Tile:
-    padded = triton.next_power_of_2(states)
+    padded = next_power_of_2(states)
     tiles = BACKWARD if backward else FORWARD
     many = (512 // padded, padded // 4, 4, 4) if backward else (512 // padded, padded // 8, 8, 8)
     channels, groups, per_thread, length = tiles.get(padded, many)
@@ -118,7 +118,7 @@ def selective_backward(
     steps = delta if delta_bias is None else make_steps(delta, delta_bias)
     call = Call(x, steps, A, B, C, D, None, cu_seqlens, backward=True)
     s, segments, dy, dfinal = call.shape, call.segments, align(dy), align(dfinal)
-    blocks = triton.cdiv(s.channels, call.tile.channels)
+    blocks = cdiv(s.channels, call.tile.channels)
     dx, ddelta = torch.empty_like(call.inputs[0]), torch.empty_like(call.inputs[1])
     dinitial = call.empty(s.sequences, s.channels, s.states)
     dA = call.empty(s.sequences * segments, s.states, s.channels)
@@ -147,7 +147,7 @@ def _plan(
     kind: str, flag: bool, segments: int, tile: Tile, shape: Shape, dtypes: tuple, device: torch.device
 ) -> Launcher:
     """A launch; `flag` is whether it goes in reverse (summarise) or a state enters (forward, backward)."""
-    blocks = triton.cdiv(shape.channels, tile.channels)
+    blocks = cdiv(shape.channels, tile.channels)
     sizes = (shape.length, segments, shape.sequences // shape.models, shape.channels, shape.states, *tile)
     has_documents = shape.documents > 0
     masked = has_documents or shape.length % tile.length > 0 or shape.channels % tile.channels > 0
@@ -164,7 +164,7 @@ def _plan(
 @functools.lru_cache(1024)
 def count_segments(shape: Shape, tile: Tile, warps: int, device: torch.device) -> int:
     """As many as give every multiprocessor `warps`; documents are cut alike."""
-    programs = shape.sequences * triton.cdiv(shape.channels, tile.channels)
+    programs = shape.sequences * cdiv(shape.channels, tile.channels)
     tokens = shape.rows * shape.length // shape.sequences
     return max(1, min(warps * count_processors(device, interpreted=1) // programs, tokens // SHORTEST))
 
@@ -518,7 +518,7 @@ def pass_steps(delta: Tensor, bias: Tensor, dsteps: Tensor) -> tuple[Tensor, Ten
     delta, bias = align(delta), align(bias)
     models, channels = bias.shape
     ddelta = torch.empty_like(delta)
-    blocks = triton.cdiv(delta.numel() // bias.numel(), ROWS)
+    blocks = cdiv(delta.numel() // bias.numel(), ROWS)
     sums = delta.new_empty(models, blocks, channels, dtype=torch.float32)
     _plan_steps(gradients_kernel, delta.shape, *_dtypes_of(delta, bias))(delta, bias, dsteps, ddelta, sums)
     return ddelta, sums.sum(1).to(bias.dtype)
@@ -531,7 +531,7 @@ def _dtypes_of(delta: Tensor, bias: Tensor) -> tuple:
 @functools.lru_cache(1024)
 def _plan_steps(kernel, shape: torch.Size, models: int, dtype, bias_dtype, device: torch.device) -> Launcher:
     tokens, channels = shape[0] // models * shape[1], shape[2]
-    programs = models * triton.cdiv(tokens, ROWS) * triton.cdiv(channels, CHANNELS)
+    programs = models * cdiv(tokens, ROWS) * cdiv(channels, CHANNELS)
     return Launcher(kernel, programs, (tokens, channels, ROWS, CHANNELS), num_warps=8)
 
 
@@ -585,10 +585,10 @@ def step(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | 
     # A slice of a wider row, as a projection to several things gives, is read where it is.
     B, C = (y if y.stride(1) == 1 else y.contiguous() for y in (B, C))
     y = torch.empty_like(x)
-    padded = triton.next_power_of_2(states)
-    width = min(triton.next_power_of_2(channels), max(1, 512 // padded))
+    padded = next_power_of_2(states)
+    width = min(next_power_of_2(channels), max(1, 512 // padded))
     constants = B.stride(0), C.stride(0), channels, states, padded, width, D is not None
-    programs = batch * triton.cdiv(channels, width)
+    programs = batch * cdiv(channels, width)
     launch(step_kernel, programs, (x, delta, A, B, C, D, state, y), (), constants, num_warps=2)
     return y
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops.device import after_previous
-from linnet.ops.launching import launch
+from linnet.ops.launching import cdiv, launch
 
 CHANNELS = 256  # of a program
 
@@ -19,7 +19,7 @@ def steps(x0, x1, x2, weight0, weight1, weight2, bias0, bias1, bias2, state0, st
     strides = [0 if x is None else x.stride(0) for x in inputs]
     B = x0.shape[0]
     y = torch.empty(B, sum(widths), dtype=x0.dtype, device=x0.device)
-    programs = B * sum(triton.cdiv(width, CHANNELS) for width in widths)
+    programs = B * sum(cdiv(width, CHANNELS) for width in widths)
     tensors = (*inputs, *parameters, state0, state1, state2, y)
     constants = (*strides, *widths, weight0.shape[1], CHANNELS, bias0 is not None, silu)
     launch(steps_kernel, programs, tensors, (), constants, num_warps=4)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.device import LOG2_E, store_masked
-from linnet.ops.launching import Launcher, align
+from linnet.ops.launching import Launcher, align, cdiv, next_power_of_2
 from linnet.ops.shortconv import chunked
 
 MOST_TAPS = 8
@@ -42,7 +42,7 @@ def backward(
     if not _supports(x, weight):
         return chunked.backward(x, weight, bias, offset, silu, dy)
     inputs = tuple(align(y) for y in (x, weight, bias, offset))
-    (models, channels, width), segments = weight.shape, triton.cdiv(x.shape[1], SEGMENT)
+    (models, channels, width), segments = weight.shape, cdiv(x.shape[1], SEGMENT)
     dx = torch.empty_like(inputs[0])
     sums = x.new_empty(models, x.shape[0] // models * segments, width + 2, channels, dtype=torch.float32)
     _plan(backward_kernel, *_key(*inputs), silu)(*inputs, align(dy), dx, sums)
@@ -68,14 +68,14 @@ def _key(*inputs: Tensor | None) -> tuple:
 @functools.lru_cache(1024)
 def _plan(kernel, shape, weight_shape, dtypes: tuple, device: torch.device, silu: bool) -> Launcher:
     (rows, length, channels), (models, _, width) = shape, weight_shape
-    block = min(CHANNELS, max(32, triton.next_power_of_2(channels)))
-    segments = triton.cdiv(length, SEGMENT)
+    block = min(CHANNELS, max(32, next_power_of_2(channels)))
+    segments = cdiv(length, SEGMENT)
     even = channels % block == 0 and length % READ_AHEAD == 0
     flags = (y is not None for y in dtypes[2:])
     constants = (
         length, segments, rows // models, channels, width, block, READ_AHEAD, SEGMENT, silu, *flags, not even,
     )  # fmt: skip
-    return Launcher(kernel, rows * segments * triton.cdiv(channels, block), constants, num_warps=1)
+    return Launcher(kernel, rows * segments * cdiv(channels, block), constants, num_warps=1)
 
 
 @triton.jit

@@ -25,13 +25,12 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.functional import pad as pad_zeros
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states
-from linnet.ops.launching import align, choose_operands, count_processors, is_hopper, launch, pad
+from linnet.ops.launching import align, cdiv, choose_operands, count_processors, is_hopper, launch, pad
 from linnet.ops.registration import empty_state
 from linnet.ops.ssd import chunked
 from linnet.ops.ssd.kernels import (
@@ -84,7 +83,7 @@ def ssd_forward(
     o = torch.empty_like(call.v)
     final = empty_state(q, k, v, cu_seqlens) if return_final_state else None
     columns = call.tiles.columns
-    programs = call.states * call.HV * triton.cdiv(call.V, columns)
+    programs = call.states * call.HV * cdiv(call.V, columns)
     segments = _count_segments(call, programs)
     sums = call.sum_up(call.k, call.v if segments == 1 else weigh(call.v, times), segments, False)
     constants = (
@@ -159,7 +158,7 @@ def weigh(v: Tensor, times: Tensor | None) -> Tensor:
     if times is None:
         return v
     y, rows = torch.empty_like(v), times.numel()
-    launch(weigh_kernel, triton.cdiv(rows, ROWS), (v, align(times), y), (), (rows, v.shape[-1], ROWS, pad(v.shape[-1])))
+    launch(weigh_kernel, cdiv(rows, ROWS), (v, align(times), y), (), (rows, v.shape[-1], ROWS, pad(v.shape[-1])))
     return y
 
 
@@ -171,7 +170,7 @@ def factor_gradients(v, times, skip, do, dv) -> tuple[Tensor | None, Tensor | No
     rows, (HV, V) = dv[..., 0].numel(), v.shape[2:]
     tensors = v, align(times), align(skip), do, dv, dtimes, dskip
     constants = rows, HV, V, ROWS, pad(V), stride_of(skip), times is not None
-    launch(factors_kernel, triton.cdiv(rows, ROWS), tensors, (), constants)
+    launch(factors_kernel, cdiv(rows, ROWS), tensors, (), constants)
     dtimes = None if times is None else dtimes.to(times.dtype)
     return dtimes, None if skip is None else dskip.sum_to_size(skip.shape).to(skip.dtype)
 
@@ -211,12 +210,12 @@ class Call:
         self.states = count_states(cu_seqlens, self.B)
         self.tiles = choose_tiles(pad(self.K), pad(self.V), q.dtype)
         block = self.tiles.chunk * self.tiles.block
-        self.slots = self.B * triton.cdiv(self.T, block) if cu_seqlens is None else self.T // block + self.states
+        self.slots = self.B * cdiv(self.T, block) if cu_seqlens is None else self.T // block + self.states
         self.arithmetic = choose_operands(q.dtype)
         even = cu_seqlens is None and self.T % self.tiles.chunk == 0
         self.flags = cu_seqlens is not None, even, *self.arithmetic
         self.parts = min(pad(self.K), 64), min(pad(self.V), 64)  # of a state, in sweeps for the states alone
-        count = triton.cdiv(self.K, self.parts[0]) * triton.cdiv(self.V, self.parts[1])
+        count = cdiv(self.K, self.parts[0]) * cdiv(self.V, self.parts[1])
         self.walkers = self.states * self.HV * count
         self.chunks = self.slots * self.tiles.block
 
@@ -234,7 +233,7 @@ class Call:
             self.T, self.states, *sizes, self.HV, self.tiles.chunk, self.tiles.block, heads, *counts,
             self.cu_seqlens is not None,
         )  # fmt: skip
-        launch(kernel, (self.chunks, triton.cdiv(self.HV, heads)), (*tensors, self.cu_seqlens), (), constants)
+        launch(kernel, (self.chunks, cdiv(self.HV, heads)), (*tensors, self.cu_seqlens), (), constants)
 
     def sum_up(
         self, a: Tensor, c: Tensor, segments: int, reverse: bool, alone: bool = False

@@ -16,12 +16,11 @@ import functools
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from linnet.ops.additive.chunked import Later, add_later
 from linnet.ops.additive.launch import NOTHING, Call
-from linnet.ops.launching import Launch, align, count_processors, launch, launch_all
+from linnet.ops.launching import Launch, align, cdiv, count_processors, launch, launch_all
 
 try:
     from linnet.ops.additive.hopper.kernels import (
@@ -195,7 +194,7 @@ def _cut(call: Call) -> tuple[int, int]:
         return 1, 1
     places = 2 * count_processors(call.q.device) // (B * H * (segments - 1))
     shares = max(1, min(places, chunks // (4 * segments)))
-    return triton.cdiv(chunks, triton.cdiv(chunks, segments * shares) * shares), shares  # no segment is empty
+    return cdiv(chunks, cdiv(chunks, segments * shares) * shares), shares  # no segment is empty
 
 
 def count_swept_twice(call: Call, chunk: int) -> int:
