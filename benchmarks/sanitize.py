@@ -154,6 +154,9 @@ def ssd() -> None:
         differentiate(ops.ssd(q, k, v, g), q, k, v, g)
         options = {"initial_state": state.repeat(len(DOCUMENTS) - 1, 1, 1, 1), "output_final_state": True}
         differentiate(ops.ssd(q, k, v, g, cu_seqlens=DOCUMENTS, **options), q, k, v, g)
+    for K in (64, 128):  # whole chunks: on Hopper kernels of their own
+        q, k, v, g = normal(2, 192, 2, K), normal(2, 192, 2, K), normal(2, 192, 8, 64), decays(2, 192, 8)
+        differentiate(ops.ssd(q, k, v, g), q, k, v, g)
 
 
 def long() -> None:
