@@ -327,7 +327,7 @@ def gradients_kernel(
         pairs, total = tl.zeros([C, C], tl.float32), tl.zeros([C, PK], tl.float32)
         to = part.to(tl.int64) * ROWS * (H * K) + at_key
         chunk = slot * R + sub
-        own, hop = parts + chunk.to(tl.int64) * (HV * C) + r, (chunk.to(tl.int64) * 0 + CHUNKS) * (HV * C)
+        at_part, hop = parts + chunk.to(tl.int64) * (HV * C) + r, (chunk.to(tl.int64) * 0 + CHUNKS) * (HV * C)
         if of_keys > 0:
             # Scores are [keys, queries], as the product that gives dv takes them from registers.
             raw = tl.dot(tk, tl.trans(tq), input_precision=PRECISION) * scale
@@ -345,8 +345,8 @@ def gradients_kernel(
                 D = edge(leaving, slot, h, q, do, decays, row, length, sub, chunks, scale, H, HV, K, V, C, R, PK, PV,
                          True, OPERAND, PRECISION)  # fmt: skip
                 of_state = tl.dot(tk, D, input_precision=PRECISION) * until[:, None]
-                tl.store(own + hop + h * C, passing)
-                tl.store(own + 2 * hop + h * C, tl.sum(of_state * tv, 1))
+                tl.store(at_part + hop + h * C, passing)
+                tl.store(at_part + 2 * hop + h * C, tl.sum(of_state * tv, 1))
                 tl.store(dv + at_value, (tdv + of_state).to(dv.dtype.element_ty), mask=value_mask)
                 early = (tv * until[:, None]).to(OPERAND)
                 total = tl.dot(early, tl.trans(D), total, input_precision=PRECISION)
@@ -369,7 +369,7 @@ def gradients_kernel(
                 late = (tdo * (since * scale)[:, None]).to(OPERAND)
                 total = tl.dot(late, tl.trans(S), total, input_precision=PRECISION)
                 with_q = tl.sum(total * tq, 1)
-                tl.store(own + h * C, with_q - known)
+                tl.store(at_part + h * C, with_q - known)
                 known = with_q
             total = tl.dot((pairs * scale).to(OPERAND), tk, total, input_precision=PRECISION)
             tl.store(dq + to, total.to(dq.dtype.element_ty), mask=key_mask)
