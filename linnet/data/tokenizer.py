@@ -349,6 +349,11 @@ class FileTokenizer(Tokenizer):
         self.end_of_document = vocab[self._end]
         values = json.loads(inner.to_str())
         self.unknown = values["model"].get("unk_id", vocab.get(values["model"].get("unk_token")))
+        special = {token["content"]: token["id"] for token in values["added_tokens"] if token["special"]}
+        guarded = {token: number for token, number in special.items() if number != self.unknown} | {
+            self._end: self.end_of_document
+        }
+        self._guarded, self._special = tuple(guarded), frozenset(guarded.values())
         self._falls_back = falls_back(values)
         after = values["decoder"] or {"type": ""}
         joins = any(step["type"] == "ByteFallback" for step in (after, *after.get("decoders", ())))
@@ -364,6 +369,16 @@ class FileTokenizer(Tokenizer):
         if self.line_ends:
             return self._encode_lines(text, np.dtype(np.int64))
         return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in self._encode([text])[0]])
+
+    def encode_apart(self, text: str, tokens: Iterable[str]) -> list[int]:
+        """Returns the ids of a text in which the spelling of some tokens stays text, also of those that are not special.
+
+        `encode` returns a token that is added to the vocabulary without being special where a text spells it.
+        """
+        ids, tokens = self.encode(text).tolist(), tuple(tokens)
+        if self.line_ends or not any(self._inner.token_to_id(token) in ids for token in tokens):
+            return ids
+        return self._cut(text, (*tokens, *self._guarded))
 
     def decode(self, ids: Iterable[int]) -> str:
         ids = np.asarray(ids, dtype=np.int64)
@@ -451,7 +466,7 @@ class FileTokenizer(Tokenizer):
                 size += 1 + len(lines[end])
                 end += 1
             encoded = self._encoded([line.strip() for line in lines[start:end]])
-            flat = itertools.chain.from_iterable((self.end_of_document, *line.ids) for line in encoded)
+            flat = itertools.chain.from_iterable((self.end_of_document, *line) for line in encoded)
             parts.append(np.fromiter(flat, dtype=dtype))
             start = end
         return np.concatenate(parts)[1:]
@@ -461,10 +476,36 @@ class FileTokenizer(Tokenizer):
         # memory per token of a piece.
         pieces = [_pieces(text) if self.byte_lengths is not None else [text] for text in texts]
         flat = [piece for group in pieces for piece in group]
-        encodings = iter(self._encoded(flat))
-        return [[next(encodings).ids for _ in group] for group in pieces]
+        encoded = iter(self._encoded(flat))
+        return [[next(encoded) for _ in group] for group in pieces]
 
-    def _encoded(self, texts: list[str]) -> list:
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
+        """Returns the ids of each text, none of which is a special token that the text spells."""
+        found = [encoding.ids for encoding in self._in_time(texts)]
+        return [
+            ids if self._special.isdisjoint(ids) else self._cut(text, self._guarded)
+            for text, ids in zip(texts, found, strict=True)
+        ]
+
+    def _cut(self, text: str, tokens: Iterable[str]) -> list[int]:
+        """Returns the ids of a text that is cut behind the first character of each of these tokens, so that none is one.
+
+        The library keeps special tokens out of a text only where it looks for them before its model does. A model whose
+        own vocabulary has them, such as Unigram or WordLevel, finds them by their spelling.
+        """
+
+        def encode(part: str) -> list[int]:
+            return self._inner.encode(part, add_special_tokens=False).ids
+
+        places = [f"(?<={re.escape(token[:1])})(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
+        first, *others = re.split("|".join(places) or "(?!)", text)
+        ids = [*encode(first), *itertools.chain.from_iterable(encode_inside(encode, part) for part in others)]
+        if self.end_of_document in ids:
+            what = f"text has tokens {self._end!r} of {self.name}, which end a document"
+            raise ConfigError([f"tokenizer: {what}; name another one with end_of_document, or change the text"], "data")
+        return ids
+
+    def _in_time(self, texts: list[str]) -> list:
         def encode() -> list:
             return self._inner.encode_batch_fast(texts, add_special_tokens=False)
 
@@ -483,7 +524,8 @@ class FileTokenizer(Tokenizer):
     def _count_bytes(self, values: dict, vocab: dict[str, int]) -> np.ndarray | None:
         whole = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()
         byte_level = values["model"]["type"] == "BPE" and values["normalizer"] is None and _byte_level(values)
-        if not self._falls_back and not (byte_level and whole):
+        strips = any((token["lstrip"] or token["rstrip"]) and not token["special"] for token in values["added_tokens"])
+        if strips or not self._falls_back and not (byte_level and whole):
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in vocab.items():

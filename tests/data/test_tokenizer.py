@@ -120,6 +120,57 @@ def test_the_end_of_document_spelled_out_is_text(bpe):
     assert bpe.decode(bpe.encode(TRICKY)) == TRICKY
 
 
+def with_the_end_in_its_vocabulary(kind: str) -> tokenizers.Tokenizer:
+    """A tokenizer whose model finds </s> and <x> by their spelling, though the library is told to keep them apart."""
+    letters = {letter: number for number, letter in enumerate("</s>xab▁", 4)}
+    if kind == "unigram":
+        pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<x>", 0.0), ("?", -9.0), *((letter, -3.0) for letter in letters)]
+        inner = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+        inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    elif kind == "words":
+        words = {"<unk>": 0, "</s>": 1, "<x>": 2, "?": 3, **letters}
+        inner = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    else:
+        alphabet = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 3)}
+        bpe = models.BPE({"<unk>": 0, "</s>": 1, "<x>": 2, **alphabet}, [], ignore_merges=kind == "whole words")
+        inner = tokenizers.Tokenizer(bpe)
+        space = pre_tokenizers.Split(tokenizers.Regex(r"\s"), "isolated")
+        inner.pre_tokenizer = pre_tokenizers.Sequence([space, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        inner.decoder = decoders.ByteLevel()
+    if kind == "not special":
+        inner.add_tokens(["</s>"])
+    else:
+        inner.add_special_tokens(["<unk>", "</s>", "<x>"])
+    return inner
+
+
+@pytest.mark.parametrize("kind", ["unigram", "words", "whole words", "not special"])
+def test_a_text_that_spells_the_end_of_a_document_has_none(kind, tmp_path):
+    found = FileTokenizer(with_the_end_in_its_vocabulary(kind))
+    for text in ("a </s> b", "a</s></s> <x>b", "</s>", "a b"):
+        ids = found.encode(text).tolist()
+        assert ids and not {1, 2} & set(ids), text
+        assert found.encode_documents([text.encode()])[0].tolist() == ids
+        if kind != "words":
+            assert found.decode(ids) == text
+    assert found.encode("a b").tolist() == found._inner.encode("a b", add_special_tokens=False).ids
+    for name, text in {"one": "ab </s> b " * 9, "two": "b </s> a " * 9}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    (tmp_path / "tokenizer.json").write_text(found.to_json())
+    data = {"source": [str(tmp_path / "*.txt")], "tokenizer": str(tmp_path / "tokenizer.json")}
+    corpus = prepare(DataConfig(**data, validation_fraction=0.5), tmp_path / "cache")
+    assert [(split.tokens == 1).sum() for split in (corpus.train, corpus.validation)] == [1, 1]
+
+
+def test_an_end_of_documents_that_is_a_letter_of_the_text_is_refused():
+    inner = with_the_end_in_its_vocabulary("whole words")
+    found = FileTokenizer(inner, "a")
+    assert len(found.encode("<b>")) == 3
+    with pytest.raises(ConfigError, match="end_of_document"):
+        found.encode("bab")
+
+
 def test_bpe_does_not_depend_on_the_order_of_documents(bpe):
     assert train_bpe(TEXTS[::-1], 300).digest == bpe.digest
     assert train_bpe(TEXTS, 290).digest != bpe.digest
@@ -169,13 +220,15 @@ def test_a_file_is_used_without_what_it_adds_or_cuts():
     assert found.byte_lengths is None  # words do not say what stood between them
 
 
-@pytest.mark.parametrize("change", ["normalizer", "prefix", "alphabet"])
+@pytest.mark.parametrize("change", ["normalizer", "prefix", "alphabet", "strips"])
 def test_byte_lengths_are_not_claimed_where_they_would_be_wrong(bpe, change):
     inner = tokenizers.Tokenizer.from_str(bpe.to_json())
     if change == "normalizer":
         inner.normalizer = normalizers.NFKC()
     elif change == "prefix":
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif change == "strips":  # which takes in white space that no token stands for
+        inner.add_tokens([tokenizers.AddedToken("<tag>", rstrip=True)])
     else:
         inner = tokenizers.Tokenizer(models.BPE({"<|endoftext|>": 0, "a": 1, "b": 2}, []))
         inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
