@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from linnet.config import ConfigError
-from linnet.data.tokenizer import ByteTokenizer, Tokenizer, encode_inside
+from linnet.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, encode_inside
 
 FILE = "chat_template.jinja"
 MOST_BYTES = 1 << 20  # of a template
@@ -68,6 +68,7 @@ class ChatTemplate:
         self.source, self.tokenizer, self._inner, self.note = source, tokenizer, None, ""
         self._special: dict[str, int] = {}
         self._anchors: set[str] = set()
+        self._borders: tuple[str, ...] = ()
         if not isinstance(tokenizer, ByteTokenizer):
             values = json.loads(tokenizer.to_json())
             values.pop("linnet", None)
@@ -213,13 +214,22 @@ class ChatTemplate:
         begins = not before or before.endswith(self._spaced)
         for spelled, part in hidden.parts(text):
             if part:
-                encode = self._plain_tokens if spelled else self._tokens
+                encode = self._spelled_tokens if spelled else self._tokens
                 tokens += encode(part) if begins else encode_inside(encode, part)
                 begins = not spelled and part.endswith(self._spaced)
         return tokens
 
     def _plain_tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).tolist()
+
+    def _spelled_tokens(self, text: str) -> list[int]:
+        """Returns the tokens of what a message spells: one that ends a turn or names a role stays text.
+
+        Other tokens that are not special, such as <think>, stay tokens.
+        """
+        if isinstance(self.tokenizer, FileTokenizer):
+            return self.tokenizer.encode_apart(text, self._borders)
+        return self._plain_tokens(text)
 
     @cached_property
     def _spaced(self) -> tuple[str, ...]:
@@ -253,10 +263,14 @@ class ChatTemplate:
         return self._renderer.render(variables)
 
     def _find_turn_ends(self) -> list[int]:
-        answer = f"answer {secrets.token_hex(8)}"
-        talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+        question, answer = f"question {secrets.randbits(63)}", f"answer {secrets.token_hex(8)}"
+        talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         self._render(talk[:1], add_generation_prompt=True)  # as every chat does
-        behind = self._render(talk, add_generation_prompt=False).partition(answer)[2].lstrip()
+        before, _, behind = self._render(talk, add_generation_prompt=False).partition(answer)
+        head, _, between = before.rpartition(question)
+        behind = behind.lstrip()
+        near = (self._spelled.findall(head)[-1:], self._spelled.findall(between)[:1], self._spelled.findall(behind)[:1])
+        self._borders = tuple(dict.fromkeys(itertools.chain.from_iterable(near)))
         if match := self._spelled.match(behind):
             return [self._special[match[0]]]
         end = behind.splitlines()[0].strip()[:40] if behind.strip() else ""
