@@ -371,7 +371,7 @@ class FileTokenizer(Tokenizer):
         return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in self._encode([text])[0]])
 
     def encode_apart(self, text: str, tokens: Iterable[str]) -> list[int]:
-        """Returns the ids of a text in which the spelling of some tokens stays text, also of those that are not special.
+        """Returns the ids of a text in which the spelling of some tokens is text, also of those that are not special.
 
         `encode` returns a token that is added to the vocabulary without being special where a text spells it.
         """
@@ -488,7 +488,7 @@ class FileTokenizer(Tokenizer):
         ]
 
     def _cut(self, text: str, tokens: Iterable[str]) -> list[int]:
-        """Returns the ids of a text that is cut behind the first character of each of these tokens, so that none is one.
+        """Returns the ids of a text that is cut behind the first character of each of some tokens, so that none is one.
 
         The library keeps special tokens out of a text only where it looks for them before its model does. A model whose
         own vocabulary has them, such as Unigram or WordLevel, finds them by their spelling.
