@@ -92,7 +92,7 @@ REFUSED = {
         "position_embedding_type": "alibi",
         "time_step_limit": [2, 1],
     },
-    "bamba": {"attn_layer_indices": [7], "mamba_n_heads": 3, "time_step_limit": 1},
+    "bamba": {"attn_layer_indices": [7], "mamba_n_heads": 3, "time_step_limit": 1, "partial_rotary_factor": 1.0},
     "falcon_h1": {"ssm_multipliers": [1, 2], "mlp_multipliers": [0, 1], "mamba_n_heads": 5, "hidden_act": "gelu"},
     "nemotron_h": {"mlp_hidden_act": "gelu", "sliding_window": 7, "mlp_bias": True}
     | {"n_group": 0, "moe_latent_size": 0},

@@ -521,6 +521,7 @@ BAMBA = Family(
         *keys("hidden_size:d_model=4096 vocab_size:vocab_size=128000 intermediate_size:swiglu.inner=14336"),
         *keys("rms_norm_eps:norm_eps+mamba2.norm_eps=1e-5 mlp_bias:swiglu.bias=false"),
         *(*heads(32, 8), *BIAS, rope(0.5), channels(*AUTO, "", (128, "auto", 2, None)), *MAMBA_KEYS, *PROJ_BIAS),
+        only("partial_rotary_factor", 0.5, why="its own code reads this key in rope_parameters alone"),
         *PLAIN,
     ),
     Layers(indexed, written_indices),
