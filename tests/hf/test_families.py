@@ -133,7 +133,7 @@ CASES = {
         "BambaConfig",
         BAMBA,
         BAMBA | {"mlp_bias": True, "attention_bias": True, "mamba_proj_bias": True, "tie_word_embeddings": True},
-        BAMBA | {"mamba_n_groups": 2, "mamba_conv_bias": False, "mamba_d_conv": 3, "time_step_limit": [0.1, 0.5]},
+        BAMBA | {"mamba_n_groups": 2, "mamba_conv_bias": None, "mamba_d_conv": 3, "time_step_limit": [0.1, 0.5]},
     ),
     "falcon_h1": (
         "FalconH1Config",
@@ -165,7 +165,7 @@ CASES = {
         KIMI,
         KIMI | {"q_lora_rank": 12, "attention_bias": True, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
         KIMI | {"num_experts": 6, "num_expert_group": 3, "topk_group": 2, "routed_scaling_factor": 1.0},
-        KIMI | {"moe_renormalize": False, "num_experts_per_token": 3, "num_shared_experts": 2, "v_head_dim": 12},
+        KIMI | {"moe_renormalize": None, "num_experts_per_token": 3, "num_shared_experts": 2, "v_head_dim": 12},
         {**KIMI, "num_hidden_layers": 5, "layer_types": None, "first_k_dense_replace": 3, "qk_nope_head_dim": 3}
         | {"linear_attn_config": {"head_dim": 6, "num_heads": 2, "short_conv_kernel_size": 3}},
         {**KIMI, "layer_types": None, "mlp_layer_types": ["sparse", "dense", "sparse"], "qk_rope_head_dim": 6}

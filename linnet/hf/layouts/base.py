@@ -143,7 +143,9 @@ class Settings:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
+        """Returns a true or false; null is false, as in the code of the sources."""
+        value = self.values.get(key, default)
+        value = False if value is None else value
         if not isinstance(value, bool):
             self.problems.append(f"{key}: must be true or false (given {value!r})")
         return bool(value)
