@@ -6,6 +6,7 @@ whose kernel and stride are the patch. A DeiT without a distillation token is a 
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -74,11 +75,24 @@ def read(settings: Settings) -> Plan:
         "head": "classifier",
     }
     tokens = {"class_token": "vit.embeddings.cls_token", "position": "vit.embeddings.position_embeddings"}
-    images = settings.images
-    pixels = {"mean": images.get("image_mean"), "std": images.get("image_std")}
-    if images.get("do_normalize") is False:
-        pixels = {}
-    return _plan(settings, model, pixels, ends, tokens, "vit.encoder.layer.{}", TRANSFORMERS, (r"(vit\.)?pooler\..*",))
+    pixels, ignored = _pixels(settings, int(model["channels"])), (r"(vit\.)?pooler\..*",)
+    return _plan(settings, model, pixels, ends, tokens, "vit.encoder.layer.{}", TRANSFORMERS, ignored)
+
+
+def _pixels(settings: Settings, channels: int) -> dict[str, Any]:
+    """Returns `mean` and `std` of pixels from 0 to 1, as preprocessor_config.json has them for those it rescales."""
+    images = Settings(settings.images)
+    normalises, rescales = images.flag("do_normalize", True), images.flag("do_rescale", True)
+    factor = images.number("rescale_factor", 1 / 255) if rescales else 1.0
+    settings.problems += [f"{PREPROCESSOR}: {problem}" for problem in images.problems]
+    pixels = {key: settings.images.get(f"image_{key}") if normalises else None for key in ("mean", "std")}
+    if math.isclose(times := 255 * factor, 1.0, rel_tol=1e-4) or not settings.images:
+        return pixels
+    pixels["std"] = pixels["std"] or [1.0] * channels
+    numbers = {key: values for key, values in pixels.items() if isinstance(values, list)}
+    if any(type(number) not in (int, float) for values in numbers.values() for number in values):
+        return pixels  # the model's own check names them
+    return pixels | {key: [number / times for number in values] for key, values in numbers.items()}
 
 
 def read_timm(settings: Settings) -> Plan:

@@ -71,6 +71,34 @@ def test_logits_are_those_of_transformers_and_come_back(changes, images, tmp_pat
     assert json.loads((again.path / "classes.json").read_text()) == [f"LABEL_{index}" for index in range(5)]
 
 
+@pytest.mark.parametrize(
+    "pixels, times, normalised",
+    [
+        (PIXELS | {"do_rescale": False}, 255.0, True),
+        (PIXELS | {"rescale_factor": 1 / 127.5}, 2.0, True),
+        ({"do_normalize": False, "do_rescale": True, "rescale_factor": 1 / 127.5}, 2.0, False),
+        ({**PIXELS, "do_rescale": True, "rescale_factor": 0.00392156862745098}, 1.0, True),
+    ],
+)
+def test_pixels_are_scaled_as_the_preprocessor_says(pixels, times, normalised, images, tmp_path):
+    model = theirs()
+    found = hf.convert(write(model, tmp_path / "vit", **pixels), tmp_path / "own")
+    mean, std = (torch.tensor(PIXELS[key]).view(2, 1, 1) for key in ("image_mean", "image_std"))
+    read = (times * images - mean) / std if normalised else times * images
+    with torch.no_grad():
+        wanted = model(read).logits
+        assert (load_model(found.path, kinds=None)[0](images) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    if times == 1.0:
+        assert found.model.mean == PIXELS["image_mean"]
+
+
+@pytest.mark.parametrize("key, value", [("do_rescale", "no"), ("rescale_factor", 0), ("do_normalize", 1)])
+def test_wrong_settings_of_a_preprocessor_are_named(key, value, tmp_path):
+    folder = write(theirs(), tmp_path / "vit", **PIXELS | {key: value})
+    with pytest.raises(ConfigError, match=f"preprocessor_config.json: {key}"):
+        hf.convert(folder, tmp_path / "own")
+
+
 def test_pixels_are_taken_as_they_are_without_a_preprocessor(images, tmp_path):
     model = theirs()
     found = hf.convert(write(model, tmp_path / "vit"), tmp_path / "own")
