@@ -69,6 +69,33 @@ def test_roles_that_are_no_special_tokens_cannot_be_spelled_either():
     assert tokenizer.encode("<Bot>").tolist() == [258]  # in a text it is a token, as <think> is
 
 
+THINKING = """{% for message in messages %}
+{%- set text = message.content %}
+{%- if message.role == 'assistant' and '</think>' in text %}
+{%- set text = text.split('</think>')[-1].lstrip() if not loop.last else text %}
+{%- elif message.role == 'assistant' %}{% set text = '<think></think>' + text %}{% endif %}
+{{- '<|im_start|>' + message.role + '\n' + text + '<|im_end|>' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_template_sees_the_thoughts_in_an_answer(special):
+    """As Qwen3's, which leaves out the thoughts of earlier answers; those of the last one are its tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    (inner.add_special_tokens if special else inner.add_tokens)(["<think>", "</think>"])  # 259, 260
+    template = ChatTemplate(THINKING, tokenizer := FileTokenizer(inner))
+    talk = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "<think>so</think> 2"}]
+    found = template.encode([*talk, {"role": "user", "content": "3?<|im_end|>"}])
+    asked = [257, "user\n1?", 258, 257, "assistant\n2", 258, 257, "user\n3?<|im_end|>", 258, 257, "assistant\n"]
+    assert found == spelled(tokenizer, *asked)
+    tokens, [(start, end)] = template.encode_turns(talk)
+    assert tokens[start:end] == spelled(tokenizer, 259, "so", 260, " 2", 258)
+
+
 def test_end_of_a_turn_ends_a_completion(tokenizer: FileTokenizer):
     with serve(tokenizer=tokenizer, template=CHATML) as running:
         model = running.service.engine.model

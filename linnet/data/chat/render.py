@@ -4,7 +4,7 @@ A template is a program that came with a model: two nested loops take hours, and
 sandbox keeps it away from Python's objects, but bounds neither time nor memory. This file runs as a script that imports
 nothing of Linnet, so that it starts fast. The first line of its input is the template, each further line holds the
 variables of one rendering, all as JSON. It answers each line with one line: {"text": ...} or {"error": ...}. The text
-of the first answer has the names of the variables that the template takes.
+of the first answer is JSON: the `variables` that the template takes, and the texts that it has `sought` in others.
 """
 
 import contextlib
@@ -69,13 +69,29 @@ def variables(made: jinja2.Environment, source: str) -> set[str]:
     return meta.find_undeclared_variables(tree) - made.globals.keys() - assigned
 
 
+SEEKING = {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "count"}
+SEEKING |= {"replace", "removeprefix", "removesuffix"}
+
+
+def sought(made: jinja2.Environment, source: str) -> set[str]:
+    """Returns the texts that a template looks for in others, such as </think> in a message."""
+    tree = made.parse(source)
+    asked = [node.expr for node in tree.find_all(nodes.Compare) if node.ops[0].op in ("in", "notin")]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in SEEKING:
+            asked += call.args[:1]
+    asked += [argument for look in tree.find_all(nodes.Filter) if look.name == "replace" for argument in look.args[:1]]
+    return {node.value for node in asked if isinstance(node, nodes.Const) and isinstance(node.value, str)}
+
+
 def answer(template: jinja2.Template | None, line: str) -> tuple[jinja2.Template | None, dict]:
     """Compiles the template of the first line, renders it for the others; returns the template and the answer."""
     try:
         values = json.loads(line)
         if template is None:
             made = environment()
-            return made.from_string(values), {"text": " ".join(sorted(variables(made, values)))}
+            about = {"variables": sorted(variables(made, values)), "sought": sorted(sought(made, values))}
+            return made.from_string(values), {"text": json.dumps(about)}
         if (date := values.pop("date", None)) is not None:
             values["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
         parts, length = [], 0

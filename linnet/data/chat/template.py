@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ class ChatTemplate:
     """A Jinja template as Hugging Face's tokenizers use it, run in a sandbox and in a process of its own.
 
     Special tokens in the template are tokens. Their spelling in a message stays text, so that a user cannot end their
-    turn and continue in another role.
+    turn and continue in another role; so does that of tokens around a turn which are not special. The template sees all
+    other text of a message: what it looks for there, such as <think>, and tokens that are not special are tokens.
 
     Attributes:
         source, tokenizer: the template, and the tokenizer of its texts.
@@ -68,18 +69,19 @@ class ChatTemplate:
         self.source, self.tokenizer, self._inner, self.note = source, tokenizer, None, ""
         self._special: dict[str, int] = {}
         self._anchors: set[str] = set()
-        self._borders: tuple[str, ...] = ()
+        guarded: set[str] = set()
         if not isinstance(tokenizer, ByteTokenizer):
             values = json.loads(tokenizer.to_json())
             values.pop("linnet", None)
             values["post_processor"] = None  # the template itself adds the tokens at the start and end of a text
             self._special = {token["content"]: token["id"] for token in values["added_tokens"]}
+            guarded = {token["content"] for token in values["added_tokens"] if token["special"]}
             self._inner = tokenizers.Tokenizer.from_str(json.dumps(values))
             # Those that never take in a character of the text around them, or belong to a longer one with what follows.
             changing = ("lstrip", "rstrip", "single_word", "normalized")
             plain = [token["content"] for token in values["added_tokens"] if not any(token[key] for key in changing)]
             self._anchors = {token for token in plain if sum(other.startswith(token) for other in self._special) == 1}
-        self._spelled = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
+        self._spelled = _any_of(self._special)
         ends = {number: token for token, number in self._special.items()}
         self._variables = {
             "bos_token": bos_token(tokenizer),
@@ -88,12 +90,15 @@ class ChatTemplate:
         }
         try:
             self._renderer = _Renderer(source)
-            self.turn_ends = self._find_turn_ends()
+            self.turn_ends, self._borders = self._find_turn_ends()
             self.knows_tools = self._finds_tools()
             self.options = [name for name in self._renderer.names if name not in (*GIVEN, *self._variables)]
         except Exception as error:  # a template is a program and can raise any exception
             problem = f"{where}: not a valid chat template ({error}); correct it, or give another"
             raise ConfigError([problem], "chat template") from None
+        # Some tokenizers call </think> and <think> special; a template may look for the first alone.
+        guarded -= {part for text in self._renderer.sought for part in (text, text.replace("/", ""))}
+        self._secluded = _any_of({*guarded, *self._borders, ends.get(tokenizer.end_of_document, "")} - {""})
 
     def encode(
         self, messages: list[dict], tools: Sequence[dict] = (), options: Mapping[str, Any] | None = None
@@ -108,7 +113,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses this conversation, or the tokenizer refuses its text.
         """
-        hidden = _Hidden(self._spelled)
+        hidden = _Hidden(self._secluded)
         try:
             self._check_shown(messages, list(tools))
             extra = hidden.hide(dict(options or {}))
@@ -137,7 +142,7 @@ class ChatTemplate:
         Raises:
             ConfigError: as `encode`, or the template changes earlier turns, so that it cannot be split.
         """
-        hidden = _Hidden(self._spelled)
+        hidden = _Hidden(self._secluded)
         try:
             self._check_shown(messages, list(tools))
             answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -223,10 +228,7 @@ class ChatTemplate:
         return self.tokenizer.encode(text).tolist()
 
     def _spelled_tokens(self, text: str) -> list[int]:
-        """Returns the tokens of what a message spells: one that ends a turn or names a role stays text.
-
-        Other tokens that are not special, such as <think>, stay tokens.
-        """
+        """Returns the tokens of a token's spelling in a message, which stays text."""
         if isinstance(self.tokenizer, FileTokenizer):
             return self.tokenizer.encode_apart(text, self._borders)
         return self._plain_tokens(text)
@@ -262,7 +264,8 @@ class ChatTemplate:
         variables |= dict(zip(GIVEN, values, strict=True))
         return self._renderer.render(variables)
 
-    def _find_turn_ends(self) -> list[int]:
+    def _find_turn_ends(self) -> tuple[list[int], tuple[str, ...]]:
+        """Returns `turn_ends`, and the tokens next to a user's turn and behind an answer."""
         question, answer = f"question {secrets.randbits(63)}", f"answer {secrets.token_hex(8)}"
         talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         self._render(talk[:1], add_generation_prompt=True)  # as every chat does
@@ -270,14 +273,14 @@ class ChatTemplate:
         head, _, between = before.rpartition(question)
         behind = behind.lstrip()
         near = (self._spelled.findall(head)[-1:], self._spelled.findall(between)[:1], self._spelled.findall(behind)[:1])
-        self._borders = tuple(dict.fromkeys(itertools.chain.from_iterable(near)))
+        borders = tuple(dict.fromkeys(itertools.chain.from_iterable(near)))
         if match := self._spelled.match(behind):
-            return [self._special[match[0]]]
+            return [self._special[match[0]]], borders
         end = behind.splitlines()[0].strip()[:40] if behind.strip() else ""
         what = f"{end!r} behind an answer is text for this tokenizer" if end else "the template writes none behind it"
         fix = "end the assistant's turns in the template with eos_token, or with a special token of tokenizer.json"
         self.note = f"no special token ends an answer, so answers run to max_tokens: {what}; {fix}"
-        return []
+        return [], borders
 
     def _finds_tools(self) -> bool:
         talk, name = [{"role": "user", "content": "question"}], f"tool_{secrets.token_hex(8)}"
@@ -338,7 +341,7 @@ class ChatTemplate:
 
 
 class _Hidden:
-    """The special tokens that the messages of one conversation spell, hidden from the template and the tokenizer."""
+    """The tokens that the messages of one conversation must not spell, hidden from the template and the tokenizer."""
 
     def __init__(self, spelled: re.Pattern):
         self._pattern, self._spelled = spelled, [""]  # the first is what `mark` is for other uses
@@ -359,6 +362,11 @@ class _Hidden:
         """Returns the parts of a rendering: whether a message spells this special token, and the text."""
         parts = re.split(self.mark("(\\d+)"), text)
         return [(i % 2 == 1, self._spelled[int(part)] if i % 2 else part) for i, part in enumerate(parts)]
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern:
+    """Returns a pattern of any of some tokens, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -408,6 +416,7 @@ class _Renderer:
     def __init__(self, source: str):
         self._source, self._lock = source, threading.Lock()
         self.names: list[str] = []  # of the variables that the template reads, once its process has started
+        self.sought: list[str] = []  # the texts that it looks for in others, likewise
         self._refusal, self._refused_until = "", 0.0  # why the template is not tried before that time
         self._process: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
@@ -438,7 +447,8 @@ class _Renderer:
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL
             )
-        self.names = self._ask(self._source, START_SECONDS).split()
+        about = json.loads(self._ask(self._source, START_SECONDS))
+        self.names, self.sought = about["variables"], about["sought"]
 
     def _ask(self, values: object, seconds: float | None = None) -> str:
         assert self._socket is not None
