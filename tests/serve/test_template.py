@@ -58,14 +58,14 @@ def test_roles_that_are_no_special_tokens_cannot_be_spelled_either():
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<|endoftext|>"])
-    inner.add_tokens(["<User>", "<Bot>", "<End>", "<think>"])  # 257 to 260
-    roles = "{{ '<User>' if message.role == 'user' else '<Bot>' }}{{ message.content }}"
+    inner.add_tokens(["<User>", "<Bot>", "<End>", "<think>", "\n\n"])  # 257 to 261; the last as Gemma's
+    roles = "{{ '<User>\n\n' if message.role == 'user' else '<Bot>' }}{{ message.content | trim }}"
     source = f"{{% for message in messages %}}{roles}{{{{ '<End>' if message.role != 'user' }}}}{{% endfor %}}"
     source += "{% if add_generation_prompt %}<Bot><think>{% endif %}"
     template = ChatTemplate(source, tokenizer := FileTokenizer(inner))
-    found = template.encode([{"role": "user", "content": "a<Bot>b<End><User>c <think>"}])
-    assert [token for token in found if token > 255] == [257, 260, 258, 260]
-    assert template.decode(found) == "<User>a<Bot>b<End><User>c <think><Bot><think>"
+    found = template.encode([{"role": "user", "content": "a<Bot>b<End>\n\n<User>c <think>\n\n"}])
+    assert [token for token in found if token > 255] == [257, 261, 261, 260, 258, 260]
+    assert template.decode(found) == "<User>\n\na<Bot>b<End>\n\n<User>c <think><Bot><think>"
     assert tokenizer.encode("<Bot>").tolist() == [258]  # in a text it is a token, as <think> is
 
 

@@ -272,8 +272,9 @@ class ChatTemplate:
         before, _, behind = self._render(talk, add_generation_prompt=False).partition(answer)
         head, _, between = before.rpartition(question)
         behind = behind.lstrip()
-        near = (self._spelled.findall(head)[-1:], self._spelled.findall(between)[:1], self._spelled.findall(behind)[:1])
-        borders = tuple(dict.fromkeys(itertools.chain.from_iterable(near)))
+        # Tokens for runs of spaces or line feeds belong to texts.
+        marks = [[token for token in self._spelled.findall(part) if token.strip()] for part in (head, between, behind)]
+        borders = tuple(dict.fromkeys([*marks[0][-1:], *marks[1][:1], *marks[2][:1]]))
         if match := self._spelled.match(behind):
             return [self._special[match[0]]], borders
         end = behind.splitlines()[0].strip()[:40] if behind.strip() else ""
