@@ -121,7 +121,7 @@ def test_the_end_of_document_spelled_out_is_text(bpe):
 
 
 def with_the_end_in_its_vocabulary(kind: str) -> tokenizers.Tokenizer:
-    """A tokenizer whose model finds </s> and <x> by their spelling, though the library is told to keep them apart."""
+    """A tokenizer whose model has </s> and <x> in its vocabulary, where the library marks them as special or not."""
     letters = {letter: number for number, letter in enumerate("</s>xab▁", 4)}
     if kind == "unigram":
         pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<x>", 0.0), ("?", -9.0), *((letter, -3.0) for letter in letters)]
