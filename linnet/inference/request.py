@@ -79,7 +79,10 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Cuts a text that arrives in parts before the first stop string."""
+    """Cuts a text that arrives in parts before the stop string that is complete first, in whatever parts it arrives.
+
+    Of several that end at the same character, the longest counts.
+    """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = [_Stop(stop) for stop in stops]
@@ -90,8 +93,9 @@ class StopFilter:
         before = len(self._held)
         self._held += text
         ends = [(stop, stop.push(text)) for stop in self._stops]
-        if places := [before + end - len(stop.text) for stop, end in ends if end is not None]:
-            shown, self._held = self._held[: min(places)], ""
+        if found := [(end, -len(stop.text)) for stop, end in ends if end is not None]:
+            end, shorter = min(found)
+            shown, self._held = self._held[: before + end + shorter], ""
             return shown, True
         keep = max((stop.begun for stop in self._stops), default=0)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
