@@ -481,10 +481,10 @@ class FileTokenizer(Tokenizer):
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each text, none of which is a special token that the text spells."""
-        found = [encoding.ids for encoding in self._in_time(texts)]
+        encodings = [encoding.ids for encoding in self._in_time(texts)]
         return [
             ids if self._special.isdisjoint(ids) else self._cut(text, self._guarded)
-            for text, ids in zip(texts, found, strict=True)
+            for text, ids in zip(texts, encodings, strict=True)
         ]
 
     def _cut(self, text: str, tokens: Iterable[str]) -> list[int]:

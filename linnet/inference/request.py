@@ -93,8 +93,8 @@ class StopFilter:
         before = len(self._held)
         self._held += text
         ends = [(stop, stop.push(text)) for stop in self._stops]
-        if found := [(end, -len(stop.text)) for stop, end in ends if end is not None]:
-            end, shorter = min(found)
+        if matches := [(end, -len(stop.text)) for stop, end in ends if end is not None]:
+            end, shorter = min(matches)
             shown, self._held = self._held[: before + end + shorter], ""
             return shown, True
         keep = max((stop.begun for stop in self._stops), default=0)

@@ -76,12 +76,12 @@ SEEKING |= {"replace", "removeprefix", "removesuffix"}
 def sought(made: jinja2.Environment, source: str) -> set[str]:
     """Returns the texts that a template looks for in others, such as </think> in a message."""
     tree = made.parse(source)
-    asked = [node.expr for node in tree.find_all(nodes.Compare) if node.ops[0].op in ("in", "notin")]
+    arguments = [node.expr for node in tree.find_all(nodes.Compare) if node.ops[0].op in ("in", "notin")]
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr) and call.node.attr in SEEKING:
-            asked += call.args[:1]
-    asked += [argument for look in tree.find_all(nodes.Filter) if look.name == "replace" for argument in look.args[:1]]
-    return {node.value for node in asked if isinstance(node, nodes.Const) and isinstance(node.value, str)}
+            arguments += call.args[:1]
+    arguments += [argument for look in tree.find_all(nodes.Filter) if look.name == "replace" for argument in look.args[:1]]
+    return {node.value for node in arguments if isinstance(node, nodes.Const) and isinstance(node.value, str)}
 
 
 def answer(template: jinja2.Template | None, line: str) -> tuple[jinja2.Template | None, dict]:
