@@ -80,7 +80,9 @@ def sought(made: jinja2.Environment, source: str) -> set[str]:
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr) and call.node.attr in SEEKING:
             arguments += call.args[:1]
-    arguments += [argument for look in tree.find_all(nodes.Filter) if look.name == "replace" for argument in look.args[:1]]
+    arguments += [
+        argument for look in tree.find_all(nodes.Filter) if look.name == "replace" for argument in look.args[:1]
+    ]
     return {node.value for node in arguments if isinstance(node, nodes.Const) and isinstance(node.value, str)}
 
 
