@@ -565,7 +565,7 @@ def _orders(config: ImageDataConfig, every: list[ImageSource], whole: bool) -> l
     """Returns what labels 0, 1, ... mean in each source where they are not the numbers of the corpus's classes.
 
     A source that names its labels may have the same classes in another order. So may numbers as names: class folders
-    `0` to `11` are sorted as words, and a classifier that learned them is scored on arrays of numbers.
+    `0` to `11` are sorted as words, and a classifier that learned them is scored on numbers, whatever they are called.
     """
     names = _given_names(config, every)
     if names is None:
@@ -574,7 +574,7 @@ def _orders(config: ImageDataConfig, every: list[ImageSource], whole: bool) -> l
     orders: list[list[str] | None] = []
     for source in every:
         labels = sources.class_names(source, config)
-        if labels is None and whole and sorted(names) == sorted(numbers):
+        if whole and sorted(names) == sorted(numbers) and not set(labels or ()) & set(names):
             labels = numbers
         # Names of which none is at another place are those of the corpus, or other words for them (`classes`).
         moved = labels is not None and any(name in names and names.index(name) != n for n, name in enumerate(labels))

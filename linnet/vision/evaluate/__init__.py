@@ -3,13 +3,14 @@
 import contextlib
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from linnet.config import Config, ConfigError, checking, parse
+from linnet.config import Config, ConfigError, checking, parse, refuse
 from linnet.evaluate.evaluators import Names
 from linnet.evaluate.results import Evaluation
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
@@ -113,7 +114,7 @@ def open_split(
     if data:
         config = further_images(list(data), split, values, model, names)
         try:
-            corpus = prepare_further(config, cache)
+            corpus = prepare_further(config, cache, None if values.get("classes") else CLASSES)
         except ConfigError as error:
             raise ConfigError([_of_option(line, cache) for line in further_problems(error)], "evaluate") from None
     else:
@@ -148,23 +149,52 @@ def further_images(
     return parse(ImageDataConfig, values, "evaluate")
 
 
-def prepare_further(config: "ImageDataConfig", cache: Path) -> "ImageCorpus":
+def prepare_further(config: "ImageDataConfig", cache: Path, names_in: str | None = CLASSES) -> "ImageCorpus":
     """Prepares other images. Their columns have the names of the training's, or else the usual ones.
 
+    Args:
+        names_in: the file or key that can give the model's classes other names. None if the training gave their names
+            itself, in place of those of its source: labels that have other names then count by number, with a warning.
+
     Raises:
-        ConfigError: the images cannot be read.
+        ConfigError: the images cannot be read, or a file names labels that are not classes of the model.
     """
     from linnet.vision.data import prepare_images
 
     try:
-        return prepare_images(config, cache, whole=True)
+        corpus = prepare_images(config, cache, whole=True)
     except ConfigError:
         if config.image_key is None and config.label_key is None:
             raise
         usual = config.model_copy(update={"image_key": None, "label_key": None})
         with contextlib.suppress(ConfigError):
-            return prepare_images(usual, cache, whole=True)
+            return prepare_further(usual, cache, names_in)
         raise
+    _check_names(config, names_in)
+    return corpus
+
+
+def _check_names(config: "ImageDataConfig", names_in: str | None) -> None:
+    """Refuses or warns of files that name labels 0, 1, ... otherwise than the model, unless either has numbers only."""
+    from linnet.data.images.sources import class_names
+    from linnet.vision.data.corpus import read_sources
+
+    names = config.classes or []
+    numbers = {str(number) for number in range(len(names))}
+    problems = []
+    for source in read_sources(config, whole=True):
+        labels = class_names(source, config) or []
+        other = [label for label in labels if label not in names]
+        if not names or not other or numbered(labels) or set(names) == numbers:
+            continue
+        stated, known = (f"{', '.join(words[:5])}{', ...' * (len(words) > 5)}" for words in (labels, names))
+        what = f"{source.path} names its labels {stated}, and the classes of the model are {known}"
+        if names_in is None:
+            warnings.warn(f"{what}; labels count by their numbers", stacklevel=4)
+        else:
+            fix = f"give images of these classes; if they are the same in this order, write their names into {names_in}"
+            problems.append(f"classes: {what}; {fix}")
+    refuse(problems, "evaluate")
 
 
 def further_problems(error: ConfigError) -> list[str]:

@@ -107,7 +107,7 @@ class ImageEvaluation(Evaluation):
         """Raises ConfigError as `check` does, for images that cannot be read, and for other channels or classes."""
         data, names = self._data(subject), subject.prepared.classes
         try:
-            corpus = prepare_further(data, subject.cache)
+            corpus = prepare_further(data, subject.cache, None if subject.data.classes else "data.classes")
         except ConfigError as error:
             raise ConfigError(further_problems(error)) from None
         with checking() as problems:

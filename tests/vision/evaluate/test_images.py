@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError
+from linnet.data.images.decode import encode_png
 from linnet.evaluate.compare import command
 from linnet.evaluate.results import read_evaluations
 from linnet.models import build
@@ -166,6 +167,37 @@ def test_problems_of_other_images_name_the_options(tmp_path, digits):
     assert evaluate(model, "--data", tmp_path / "names.npz", "--cache", cache).exit_code == 0
     done = evaluate(model, "--cache", cache)
     assert done.exit_code == 2 and "config.yaml: data.source: 'absent'" in done.output
+
+
+def test_labels_that_a_file_names_otherwise_than_the_model_do_not_count_by_number(tmp_path, digits):
+    """Unless either has no names but numbers, or the training gave names in place of those of its source."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    cache, images = digits[0], [encode_png(np.full((1, 8, 8), 20 * n, dtype=np.uint8)) for n in range(10)]
+    words = "zero one two three four five six seven eight nine".split()
+    feature = {"info": {"features": {"label": {"_type": "ClassLabel", "names": words}}}}
+    table = pa.table({"image": [{"bytes": image} for image in images], "label": list(range(10))})
+    parquet.write_table(table.replace_schema_metadata({"huggingface": json.dumps(feature)}), tmp_path / "test.parquet")
+    model = folder(tmp_path / "model")
+
+    def score(names):
+        (model / "classes.json").write_text(json.dumps(names))
+        return evaluate(model, "--data", tmp_path / "test.parquet", "--cache", cache)
+
+    for names in ([f"animal {n}" for n in range(10)], [*words[:9], "neuf"]):
+        done = score(names)
+        assert done.exit_code == 2 and "--data: " in done.output and "names its labels zero, one" in done.output
+        assert names[0] in done.output and "classes.json" in done.output
+    assert score(words).exit_code == 0
+    done = score([str(n) for n in range(10)])
+    assert done.exit_code == 0 and "warning" not in done.output
+    sorted_as_words = [str(n) for n in (1, 0, *range(2, 10))]
+    config = further_images([str(tmp_path / "test.parquet")], None, {"size": 8}, vision(), sorted_as_words)
+    assert prepare_further(config, cache).validation.labels(slice(None)).tolist() == [1, 0, *range(2, 10)]
+    own = config.model_copy(update={"classes": [f"animal {n}" for n in range(10)]})
+    with pytest.warns(UserWarning, match="labels count by their numbers"):
+        assert prepare_further(own, cache, None).validation.labels(slice(None)).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize(
