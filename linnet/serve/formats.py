@@ -7,7 +7,6 @@ Calls of tools have the form in which Hermes and Qwen write them. A call is `<to
 
 import json
 import math
-import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -293,46 +292,63 @@ class ToolCalls:
     """Takes the text of a completion as it comes, and gives back what is text and what are calls.
 
     Text that may begin a call is held back until it does not. White space beside a call is dropped, and what looks
-    like a call but is none stays text.
+    like a call but is none stays text. Each character is searched once, so that a long call takes linear time.
     """
 
     def __init__(self) -> None:
-        self._held = ""
+        self._spaces: list[str] = []  # white space that is dropped if a call follows
+        self._inside: list[str] | None = None  # the text of a call that is not complete, without its tags
+        self._characters = 0  # of these
+        self._begun = ""  # the start of the tag that is looked for
         self._after_call = False  # whether white space that follows is that beside a call
         self.count = 0  # of calls so far
 
     def push(self, text: str) -> tuple[str, list[dict]]:
         """Returns the text that can be sent now, and the calls that are complete, as OpenAI's API has them."""
-        self._held += text
-        shown, calls = "", []
+        text, self._begun = self._begun + text, ""
+        shown: list[str] = []
+        calls: list[dict] = []
         while True:
-            self._held = self._held.lstrip() if self._after_call else self._held
-            self._after_call = self._after_call and not self._held
-            before, opened, rest = self._held.partition(OPEN)
-            if not opened:
-                end = len(self._held) - _held_back(self._held)
-                shown, self._held = shown + self._held[:end], self._held[end:]
-                return shown, calls
-            inside, closed, after = rest.partition(CLOSE)
-            if not closed:
-                if len(inside) > MOST_CHARACTERS:
-                    return shown + self.flush(), calls
-                shown += before.rstrip() if before.strip() else ""
-                self._held = before[len(before.rstrip()) :] + OPEN + rest
-                return shown, calls
-            call = self._call(inside)
-            if call is None:
-                shown += before + OPEN + inside + CLOSE
-                self._held = after
+            if self._after_call:
+                text = text.lstrip()
+                self._after_call = not text
+            tag = OPEN if self._inside is None else CLOSE
+            before, found, text = text.partition(tag)
+            if not found:
+                self._begun = _begun(before, tag)
+                before = before[: len(before) - len(self._begun)]
+            if self._inside is None:
+                if words := before.rstrip():
+                    shown += [*self._spaces, words]
+                    self._spaces = []
+                self._spaces.append(before[len(words) :])
+                self._inside, self._characters = ([] if found else None), 0
             else:
-                shown += before.rstrip()
-                calls.append(call)
-                self._held, self._after_call = after, True
+                self._inside.append(before)
+                self._characters += len(before)
+                if found:
+                    calls += self._close(shown)
+                elif self._characters > MOST_CHARACTERS:
+                    shown.append(self.flush())
+            if not found:
+                return "".join(shown), calls
 
     def flush(self) -> str:
         """Returns the text that is still held back, at the end of the completion."""
-        text, self._held = self._held, ""
+        held = [*self._spaces, *([] if self._inside is None else [OPEN, *self._inside]), self._begun]
+        self._spaces, self._inside, self._begun = [], None, ""
+        text = "".join(held)
         return text if text.strip() or not self.count else ""
+
+    def _close(self, shown: list[str]) -> list[dict]:
+        """Returns the call that is now complete. If it is none, appends its text to `shown`, with the tags."""
+        assert self._inside is not None
+        text, self._inside = "".join(self._inside), None
+        call = self._call(text)
+        if call is None:
+            shown += [*self._spaces, OPEN, text, CLOSE]
+        self._spaces, self._after_call = [], call is not None
+        return [] if call is None else [call]
 
     def _call(self, text: str) -> dict | None:
         try:
@@ -351,8 +367,7 @@ class ToolCalls:
         return {"index": self.count - 1, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def _held_back(text: str) -> int:
-    """Returns the number of characters at the end of `text` that may be white space before a call or begin one."""
-    match = re.search(r"<[a-z_]*\Z", text)
-    start = match.group() if match else ""
-    return len(text) - len(text.removesuffix(start).rstrip()) if OPEN.startswith(start) else 0
+def _begun(text: str, tag: str) -> str:
+    """Returns the start of `tag` with which `text` ends, "" for none. The first character of a tag is there once."""
+    place = text.rfind(tag[0], max(0, len(text) - len(tag) + 1))
+    return text[place:] if place >= 0 and tag.startswith(text[place:]) else ""

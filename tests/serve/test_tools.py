@@ -66,10 +66,21 @@ def test_text_that_begins_no_call_is_sent_at_once():
     assert tools.push("p>") == (" <top>", [])
 
 
-def test_white_space_takes_linear_time():
+@pytest.mark.parametrize(
+    ("text", "shown", "count"),
+    [
+        (" " * 200_000 + "x", " " * 200_000 + "x", 0),
+        ("<tool_call>" + "word " * 40_000, None, 0),
+        (CALL.replace("ü", "word " * 40_000), "", 1),
+    ],
+    ids=["white space", "no end", "call"],
+)
+def test_held_text_takes_linear_time(text: str, shown: str | None, count: int):
+    """200,000 tokens of one character take 0.1 s; when each token searched all of the held text anew, 9 to 26 s."""
     start = time.process_time()
-    assert parse(" " * 10_000 + "x", CALL)[0] == " " * 10_000 + "x"
-    assert time.process_time() - start < 1
+    found, calls = parse(*text)
+    assert time.process_time() - start < 5
+    assert (found, len(calls)) == (text if shown is None else shown, count)
 
 
 @pytest.fixture(scope="module")
