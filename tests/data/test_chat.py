@@ -355,6 +355,10 @@ def test_long_ones_are_counted_and_copies_left_out(template, tmp_path):
     chats = prepare_chats(config, template, 64, 0)
     counts = {"conversations": 3, "held_out": 1, "shortened": 1, "left_out": 1, "copies_left_out": 1}
     assert chats.counts == counts
+    for place, key in enumerate(("left_out", "shortened")):
+        assert prepare_chats(config, template, chats.needed[place], 0).counts[key] == 0
+        short = prepare_chats(config, template, chats.needed[place] - 1, 0).counts
+        assert short["left_out"] + short["shortened"] == 1
     with pytest.raises(ConfigError, match=r"data\.source: .*seq_len: 8; set seq_len=\d+") as caught:
         prepare_chats(config, template, 8, 0)
     least = int(re.search(r"data\.source.*seq_len=(\d+)", str(caught.value))[1])

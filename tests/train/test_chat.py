@@ -1,6 +1,7 @@
 """Fine-tuning on conversations: the loss is that of transformers, rows change nothing, a run resumes and is served."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -124,6 +125,24 @@ def test_a_template_without_an_end_of_answers_is_warned_about(values, tmp_path):
         train(read_training(values | {"steps": 1}), tmp_path / "runs", tmp_path / "cache", progress=rows.append)
         told = [row["text"] for row in rows if row.get("event") == "passes" and row.get("warning")]
         assert any("<|end_of_turn|>" in text for text in told) == warned
+
+
+def test_rows_that_are_too_short_name_the_seq_len_that_fits(values, tmp_path):
+    def told(seq_len: int) -> str:
+        rows: list[dict] = []
+        train(read_training(values | {"steps": 1, "seq_len": seq_len}), tmp_path / "runs", tmp_path / "cache",
+              progress=rows.append)  # fmt: skip
+        [text] = [row["text"] for row in rows if row.get("event") == "passes" and "held out" in row["text"]]
+        return text
+
+    first, last = map(int, re.findall(r"set seq_len=(\d+)", told(33)))
+    shortened, whole = told(first), told(last)
+    assert (
+        "left out" not in shortened
+        and "shortened" in shortened
+        and shortened.endswith(f"; set seq_len={last} to keep all turns")
+    )
+    assert "seq_len" not in whole and "shortened" not in whole
 
 
 def test_a_run_validates_each_turn_and_is_a_chat_model(values, folder, tmp_path):

@@ -292,6 +292,7 @@ class Chats:
         digest: of the tokens and targets of both splits.
         counts: of `COUNTS`: conversations to train on and held out; those of both that lose their last turns, and those
             left out, because the first answer does not fit into a row; copies of held-out ones that are left out.
+        needed: tokens per row with which no conversation is left out, and with which none is shortened either.
     """
 
     train: ChatRows
@@ -299,6 +300,7 @@ class Chats:
     template: ChatTemplate
     digest: str
     counts: dict[str, int]
+    needed: tuple[int, int]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -333,6 +335,8 @@ def prepare_chats(config: ChatConfig, template: ChatTemplate, length: int, seed:
     known = {chat.tokens.tobytes() for chat in held}
     counts = dict.fromkeys(COUNTS, 0) | {"copies_left_out": sum(chat.tokens.tobytes() in known for chat in train)}
     splits = {"conversations": [chat for chat in train if chat.tokens.tobytes() not in known], "held_out": held}
+    kept = [chat for chats in splits.values() for chat in chats]
+    first, last = (max((chat.ends[place] - 1 for chat in kept), default=0) for place in (0, -1))
     with checking("data") as problems:
         short_of: dict[str, int] = {}  # by key: seq_len that the shortest conversation of each split needs
         for name, chats in splits.items():
@@ -351,7 +355,7 @@ def prepare_chats(config: ChatConfig, template: ChatTemplate, length: int, seed:
             problems.append(f"{key}: no answer fits into seq_len: {length}; set seq_len={least} or more")
     rows = [ChatRows(chats, length, seed, template.tokenizer.end_of_document) for chats in splits.values()]
     content = [[chat.tokens.tobytes().hex() + chat.turns.tobytes().hex() for chat in part.chats] for part in rows]
-    return Chats(rows[0], rows[1], template, digest([content, length]), counts)
+    return Chats(rows[0], rows[1], template, digest([content, length]), counts, (first, last))
 
 
 def content(config: ChatConfig, cache: Path | None = None) -> dict[str, str]:

@@ -94,8 +94,12 @@ class ChatObjective(TextObjective):
     def show_passes(self, progress: Progress) -> None:
         super(CorpusObjective, self).show_passes(progress)
         counts = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in self.data.counts.items() if count)
-        lost = any(self.data.counts[key] for key in ("shortened", "left_out"))
-        progress({"event": "passes", "text": f"{counts}, in {len(self.data.train):,} rows", "warning": lost})
+        lost = self.data.counts["left_out"] + self.data.counts["shortened"]
+        first, last = self.data.needed
+        fixes = [f"set seq_len={first} to leave none out"] if self.data.counts["left_out"] and first < last else []
+        fixes += [f"set seq_len={last} to keep all turns"] if lost else []
+        text = f"{counts}, in {len(self.data.train):,} rows"
+        progress({"event": "passes", "text": "; ".join([text, *fixes]), "warning": lost > 0})
         if note := self.data.template.note:
             progress({"event": "passes", "text": note, "warning": True})
 
