@@ -133,17 +133,21 @@ def parse_options(cls: type[C], values: Mapping[str, Any], where: str = "command
 def by_option(keys: Iterable[str], **names: str) -> Callable[[str], Problem]:
     """Returns a function that writes a problem of a key, or of an item of its list, under the option that sets it.
 
-    Its fix gives options too, for `set KEY: VALUE`, `use KEY: VALUE`, `set KEY (...)`. Other problems stay as they are.
+    Its fix gives options too, for `set KEY: VALUE`, `use KEY: VALUE`, `set KEY (...)`, and so does `with KEY: VALUE`.
+    Other problems stay as they are.
 
     Args:
         keys: those that an option sets. names: of what sets further keys, such as source="PATH".
     """
     known = {key: f"--{key.replace('_', '-')}" for key in keys} | names
     words = "|".join(known)
-    fix = re.compile(rf"\b(?:give|set|use) ({words})(?:: true\b|:(?= )|(?= \())|(?<= in )({words})$")
+    fix = re.compile(rf"\b(give|set|use|with) ({words})(?:: true\b|:(?= )|(?= \())|(?<= in )({words})$")
+
+    def option(key: re.Match) -> str:
+        return f"{'with' if key[1] == 'with' else 'give'} {known[key[2]]}" if key[1] else known[key[3]]
 
     def rename(line: str) -> Problem:
-        problem = Problem(fix.sub(lambda key: f"give {known[key[1]]}" if key[1] else known[key[2]], line))
+        problem = Problem(fix.sub(option, line))
         return problem.at(known.get(problem.key, problem.path))
 
     return rename

@@ -172,6 +172,10 @@ def test_problems_of_a_configuration_name_options():
         ("stop.2: '' is empty", "--stop: '' is empty"),
         ("source: 'x' does not exist", "PATH: 'x' does not exist"),
         ("other_key: 1 is odd: why?", "other_key: 1 is odd: why?"),
+        (
+            "stop: a has no effect with max_tokens: 1; use max_tokens: 2",
+            "--stop: a has no effect with --max-tokens 1; give --max-tokens 2",
+        ),
     ],
 )
 def test_problems_of_keys_by_option(problem, expected):

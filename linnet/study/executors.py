@@ -57,6 +57,20 @@ class ExecutorConfig(Config):
     retries: int = Field(2, ge=0)
 
 
+READ_BY = {"workers": ("local", "ray"), "threads": ("local", "ray"), "address": ("ray",)}
+
+
+def unread_problems(config: ExecutorConfig) -> list[str]:
+    """Returns which keys are set, but not read by an executor of this kind. `workers: 1` is what inline does anyway."""
+    return [
+        f"{key}: {value} has no effect with kind: {config.kind}; leave it out, or use kind: {kinds[0]}"
+        for key, kinds in READ_BY.items()
+        if (value := getattr(config, key)) is not None
+        and config.kind not in kinds
+        and (key, value) != ("workers", worker_slots(config))
+    ]
+
+
 @dataclass(frozen=True)
 class Job:
     """One run to train: `payload` is plain data for `work`; `label` is the name in messages."""

@@ -15,6 +15,7 @@ from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.data.sources import find_files
 from linnet.models import StackConfig, count_parameters, flops_exact
+from linnet.models.stack import unused_options
 from linnet.study.architectures import (
     Architecture,
     Rung,
@@ -26,6 +27,7 @@ from linnet.study.architectures import (
     share_note,
 )
 from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
+from linnet.study.executors import unread_problems
 from linnet.study.rates import WIDEST, reach, read_rates
 from linnet.study.sensitivity import FACTORS
 from linnet.train import TrainingConfig, read_training, resolve
@@ -34,6 +36,7 @@ from linnet.train.monitor import check_loggers
 from linnet.train.objective import Data
 from linnet.train.objectives import OBJECTIVES, find_objective
 from linnet.train.optimizer import too_long
+from linnet.train.preflight import unread_settings
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,8 @@ def plan(
         check_data: whether to require the files that `data` and evaluations name. Training the study needs them.
         cache: folder of prepared corpora. If given and `check_data`, also reads text that is not prepared yet, to
             check it.
-        root: folder of the study's runs. Runs that are in it already keep their names.
+        root: folder of the study's runs. Runs that are in it already keep their names. A new study, which has none, may
+            not set keys that have no effect.
         where: name of the configuration in messages.
 
     Raises:
@@ -225,6 +229,10 @@ def plan(
                 lines = evaluation_problems(first, lengths)
                 problems += [line for line in lines if line.removeprefix("train.") not in told]
                 check_loggers(first.run.loggers)
+            if (
+                root is not None and not (Path(root).parent / "study.yaml").is_file()
+            ):  # else an old release began the study
+                problems += _unused(config, first, rungs)
         except ConfigError as error:
             problems += [
                 f"train.{line}" for line in error.problems if (line.text if line.path == "model" else line) not in told
@@ -272,6 +280,21 @@ def plan(
     refuse(problems, where)
     lost = {architecture.name: keys for architecture, _, model in rungs if (keys := lost_keys(architecture, model))}
     return Plan(config, tuple(runs), tuple(dropped), lost, tuple(sorted(varied, key=_order)))
+
+
+def _unused(config: StudyConfig, first: TrainingConfig, rungs: list[Rung]) -> list[str]:
+    """Returns which keys of a study are set, but not read with the values that other keys have.
+
+    Args:
+        first: settings of one run.
+    """
+    lines = [f"executor.{line}" for line in unread_problems(config.executor)]
+    lines += [line if line.startswith("data.") else f"train.{line}" for line in unread_settings(first)]
+    for architecture, _, model in rungs:  # others are set by the family, such as the number of heads
+        given = [f"options.{name}.{key}:" for name, options in architecture.options.items() for key in options]
+        unused = [line for line in unused_options(model) if line.startswith(("aliases.", *given))]
+        lines += [f"architectures.{architecture.name}: {line}" for line in unused]
+    return list(dict.fromkeys(lines))
 
 
 def _order(run: PlannedRun) -> tuple:

@@ -90,10 +90,19 @@ def length_problems(config: TrainingConfig) -> list[str]:
 def unused_problems(config: TrainingConfig) -> list[str]:
     """Returns which keys are set, but not read with the values that other keys have.
 
-    Defaults are no problem, since every saved configuration has them; nor is a run of a ladder (`curve_every` is set).
+    Defaults are no problem, since every saved configuration has them; nor is a run of a ladder (`curve_every` is set),
+    whose study was checked (`linnet.study.ladder.plan`).
     """
     if config.curve_every is not None:
         return []
+    problems = unread_settings(config)
+    if config.init_from is None:  # else the options are those of that model
+        problems += [f"model.{problem}" for problem in unused_options(config.model)]
+    return problems
+
+
+def unread_settings(config: TrainingConfig) -> list[str]:
+    """Returns the problems of `unused_problems` beside those of the model, also for a run of a ladder."""
     optimizer, schedule, guard = config.optimizer.name, config.schedule.name, config.guard
     names, held = ("cosine", "linear", "wsd"), getattr(config.data, "validation", None)
     keys = [  # key, whether it is read, what keeps it from being read, what would read it
@@ -112,8 +121,6 @@ def unused_problems(config: TrainingConfig) -> list[str]:
         value, usual = getattr(settings, field, None), getattr(type(settings).model_fields.get(field), "default", None)
         if value != usual and not is_read:
             problems.append(f"{key}: {value:g} has no effect with {why}; leave it out ({key}={usual:g}), or {fix}")
-    if config.init_from is None:  # else the options are those of that model
-        problems += [f"model.{problem}" for problem in unused_options(config.model)]
     return problems
 
 

@@ -257,7 +257,10 @@ def test_what_cannot_run_is_said_before_anything_is(tmp_path):
     assert "'smoke'" in problems("tnl+swiglu x2", "--budget", "smok")
     assert "--device 'tpu'" in problems("tnl+swiglu x2", "--device", "tpu")
     assert "path/to/file.py:ClassName" in problems("--mixer", "nothing")
-    assert "--address 'auto'" in problems("tnl+swiglu x2", "--address", "auto")
+    fix = "--address: auto has no effect with --executor local; leave it out, or give --executor ray"
+    assert fix in problems("tnl+swiglu x2", "--address", "auto")
+    inline = problems("tnl+swiglu x2", "--executor", "inline", "--workers", 2)
+    assert "--workers: 2 has no effect with --executor inline" in inline
     assert "vocab" not in problems("tnl+swiglu x2", "--set", "d_model=130")
 
 

@@ -62,6 +62,37 @@ def test_sizes_that_differ_in_heads_have_labels_of_their_own():
     assert places == {"architectures.tnl 16x1x3", "architectures.tnl 16x1x5", "architectures.tnl 17x1"}
 
 
+UNUSED = {
+    "executor": {"kind": "inline", "workers": 3, "threads": 2},
+    "train": {"schedule": {"name": "constant", "final": 0.5}},
+    "architectures": ["llama", {"name": "bare", "family": "tnl", "options": {"tnl": {"lrpe_shared_heads": True}}}],
+}
+
+
+def test_keys_without_effect_are_refused_in_a_new_study_only(tmp_path):
+    config = parse(StudyConfig, VALUES | UNUSED)
+    with pytest.raises(ConfigError) as refused:
+        plan(config, check_data=False, root=tmp_path / "new" / "runs")
+    assert [line.partition(" has no effect ")[0] for line in refused.value.problems] == [
+        "executor.workers: 3",
+        "executor.threads: 2",
+        "train.schedule.final: 0.5",
+        "architectures.bare: options.tnl.lrpe_shared_heads: true",
+    ]
+    assert "with kind: inline; leave it out, or use kind: local" in refused.value.problems[0]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "study.yaml").touch()
+    assert plan(config, check_data=False, root=tmp_path / "old" / "runs").runs
+
+
+@pytest.mark.parametrize("executor", [{"kind": "inline", "workers": 1}, {"workers": 3, "threads": 2}])
+def test_keys_that_an_executor_reads_are_taken(executor, tmp_path):
+    assert plan(parse(StudyConfig, VALUES | {"executor": executor}), check_data=False, root=tmp_path / "runs").runs
+    address = parse(StudyConfig, VALUES | {"executor": executor | {"address": "auto"}})
+    with pytest.raises(ConfigError, match="executor.address: auto has no effect .*use kind: ray"):
+        plan(address, check_data=False, root=tmp_path / "runs")
+
+
 def test_only_a_ladder_of_sizes_is_told_that_it_has_too_few():
     assert any("fewer than 4 sizes" in note for note in plan_of().notes())
     assert plan_of(sizes=[[16, 1]]).notes() == []  # a comparison at one size, which asks for no law

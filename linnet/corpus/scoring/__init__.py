@@ -31,7 +31,7 @@ from linnet.corpus.scoring.score import FilterConfig, filter_stage, half_of, sco
 from linnet.corpus.stage import Progress, run_stage
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
-from linnet.study.executors import ExecutorConfig, Job, make_executor
+from linnet.study.executors import ExecutorConfig, Job, make_executor, unread_problems
 from linnet.study.runner import train_run
 from linnet.train import TrainConfig, run_folder
 from linnet.train import device as devices
@@ -200,6 +200,8 @@ def _check(config: LoopConfig, out: Path, anew: bool) -> None:
         problems.append(f"--out {out}: is in the source {name}, which would then read it; name a folder outside of it")
     with gather(problems):
         devices.choose(config.train.run.device)
+    if not (out / CONFIG).is_file() or anew:  # else an old release began the loop
+        problems += [f"executor.{line}" for line in unread_problems(config.executor)]
     if (out / CONFIG).is_file() and not anew:
         try:  # as a configuration: a key that a release adds has its default in older loops
             before = parse(LoopConfig, read_yaml(out / CONFIG))

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from linnet.config import FIGURES, ConfigError, gather, grouped, not_installed, override, parse, refuse
-from linnet.options import RULED, WIDE, AsJson, Count, echo_json, make_table, options, parse_seeds
+from linnet.options import RULED, WIDE, AsJson, Count, by_option, echo_json, make_table, options, parse_seeds
 
 # Short column titles, so that the table fits into 80 characters.
 SHORT = {
@@ -100,7 +100,7 @@ def run(
     from linnet.mad.results import RUNS
     from linnet.mad.run import Forms, forms, prepare, train
     from linnet.mad.settings import BUDGETS
-    from linnet.study.executors import ExecutorConfig
+    from linnet.study.executors import ExecutorConfig, unread_problems
 
     mqar = budget in BUDGETS and BUDGETS[budget].mqar
     problems: list[str] = []
@@ -118,10 +118,9 @@ def run(
         problems.append(f"--state {state}: has no effect on MQAR, whose models keep their own state; leave it out")
     if executor not in ("inline", "local", "ray"):
         problems.append(f"--executor {executor!r} is unknown; use inline, local or ray")
-    elif address is not None and executor != "ray":
-        problems.append(f"--address {address!r}: needs --executor ray; add it, or leave --address out")
     else:
         where = parse(ExecutorConfig, {"kind": executor, "workers": workers, "address": address, "retries": 1})
+        problems += map(by_option(["workers", "address"], kind="--executor"), unread_problems(where))
     with gather(problems):
         work = prepare(
             models,

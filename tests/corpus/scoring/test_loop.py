@@ -156,10 +156,11 @@ def test_wrong_keys_are_named(values, change, key):
 def test_problems_are_found_before_any_work(values, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    config = parse(LoopConfig, values | {"source": [str(tmp_path / "nowhere")]})
-    with pytest.raises(ConfigError) as error:
+    changes = {"source": [str(tmp_path / "nowhere")], "executor": {"kind": "inline", "workers": 2}}
+    config = parse(LoopConfig, values | changes)
+    with pytest.raises(ConfigError, match="executor.workers: 2 has no effect") as error:
         run_loop(config, tmp_path / "full")
-    assert len(error.value.problems) == 2
+    assert len(error.value.problems) == 3
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
 
 
