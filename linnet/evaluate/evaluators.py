@@ -19,6 +19,7 @@ from linnet.install import install_command
 
 __getattr__ = partial(renamed, __name__)
 
+WINDOW, BLOCK = 1024, 512  # tokens, where the training length is not known
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # a list of YAML as well
 
 
@@ -52,7 +53,8 @@ class TextEvaluator(FilesEvaluator):
         paths: files, folders or globs.
         method: "carried", "windowed", or "auto": carried if the state does not grow with the context and the model has
             no learned table of positions.
-        window: tokens per window; None is the training length, or 1024 if it is not known.
+        window: tokens per window; None is the training length. If it is not known, 1024, or all of a table of positions
+            with fewer.
         stride: tokens between windows; None is half a window.
         text_key: key (JSONL) or column (Parquet) of the text.
     """
@@ -105,7 +107,23 @@ class TextEvaluator(FilesEvaluator):
         return natural_method(session.model.config) if self.method == "auto" else self.method
 
     def _window(self, session: Session) -> int:
-        return self.window or session.training_length or 1024
+        return self.window or _usual_length(session, WINDOW)
+
+    def assumed(self, session: Session) -> str | None:
+        return None if self.window or self._method(session) == "carried" else _assumed("window", session, WINDOW)
+
+
+def _usual_length(session: Session, usual: int) -> int:
+    """Returns the training length; `usual` if the folder does not hold it, or as much as a table of positions has."""
+    return session.training_length or min(usual, session.model.config.num_positions or usual)
+
+
+def _assumed(key: str, session: Session, usual: int) -> str | None:
+    """Returns a note on a length that is not the training length, because the folder does not hold it; else None."""
+    if session.training_length is not None:
+        return None
+    reason = f"{_usual_length(session, usual)} tokens, because {session.path} does not hold the training length"
+    return f"{key}: {reason}; give {key}: N to score as another model is scored"
 
 
 def text_notes(evaluators: Iterable[Evaluator], config: Mapping[str, Any]) -> list[str]:
@@ -148,7 +166,8 @@ class BlocksEvaluator(FilesEvaluator):
 
     Attributes:
         paths: files, folders, globs, or `wikitext-103=FOLDER:test`.
-        block: tokens per block; None is the training length, or 512 if it is not known.
+        block: tokens per block; None is the training length. If it is not known, 512, or all of a table of positions
+            with fewer.
         text_key: key (JSONL) or column (Parquet) of the text.
     """
 
@@ -197,7 +216,10 @@ class BlocksEvaluator(FilesEvaluator):
         return Evaluation(self.kind, session.about, asked, results, detail, scored)
 
     def _block(self, session: Session) -> int:
-        return self.block or session.training_length or 512
+        return self.block or _usual_length(session, BLOCK)
+
+    def assumed(self, session: Session) -> str | None:
+        return None if self.block else _assumed("block", session, BLOCK)
 
 
 class NeedleEvaluator(NeedleConfig, Evaluator):

@@ -91,6 +91,26 @@ def test_windows_are_without_effect_where_the_state_is_carried(folder):
     assert "no effect" not in call("text", folder / "tnl", folder / "a.txt").stderr
 
 
+@pytest.mark.parametrize("kind, key, usual", [("text", "window", 1024), ("blocks", "block", 512)])
+def test_a_length_that_is_not_that_of_the_training_is_said(folder, tmp_path, kind, key, usual):
+    """A converted folder does not hold the training length, so the same model was scored in other windows, unsaid."""
+    (run := shutil.copytree(folder / "llama", tmp_path / "run")).joinpath("SHA256SUMS").unlink()
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "seq_len: 64\n")
+    short = family("llama")(32, 1, vocab_size=256).model_copy(update={"positions": "learned", "num_positions": 24})
+    save_model(tmp_path / "short", short, build_model(short).state_dict(), ByteTokenizer())
+    for path, options, length in (
+        (folder / "llama", (), usual),
+        (folder / "llama", (f"--{key}", 32), None),
+        (run, (), None),
+        (tmp_path / "short", (), 24),
+    ):
+        found = call(kind, path, folder / "a.txt", *options)
+        assert found.exit_code == 0, found.output
+        notes = " ".join(found.stderr.split())
+        assert (f"--{key}: {length} tokens, because" in notes) if length else (f"--{key}" not in notes)
+    assert "--window" not in call("text", folder / "tnl", folder / "a.txt").stderr
+
+
 def test_what_a_person_sees(folder, tmp_path):
     shutil.copytree(folder / "tnl", folder / "tnl [a]")  # brackets in a name are not markup
     few = call("text", folder / "tnl [a]", folder / "b.jsonl")

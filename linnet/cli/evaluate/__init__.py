@@ -498,7 +498,7 @@ def run_all(
 
 def _warn(session: "Session", job: _Job) -> None:
     """Prints notes on limits of the results, before they are computed."""
-    from linnet.evaluate.evaluators import TextEvaluator, text_notes
+    from linnet.evaluate.evaluators import BlocksEvaluator, TextEvaluator, text_notes
     from linnet.evaluate.results import FOLDER as KEPT
     from linnet.runs import RunFolder
 
@@ -517,6 +517,8 @@ def _warn(session: "Session", job: _Job) -> None:
         if isinstance(evaluator, TextEvaluator) and (unused := evaluator.unused(session)):
             message = "no effect on this model, whose state is carried through each document; give --method windowed"
             errors.print(f"[bold yellow]note[/] {', '.join(f'--{key}' for key in unused)}: {message}")
+        if isinstance(evaluator, TextEvaluator | BlocksEvaluator) and (note := evaluator.assumed(session)):
+            errors.print(f"[bold yellow]note[/] {escape(by_option(('window', 'block'))(note))}")
     for note in text_notes(job.evaluators, RunFolder.open(session.path).config):
         errors.print(f"[bold yellow]note[/] {escape(note)}")
 
