@@ -71,8 +71,11 @@ def convert(
     classifies = ours and _classifies(path)
     target = to or ("linnet" if not ours else "vit" if classifies else "hf")
     if ours == (target == "linnet"):
-        fix = "it has Linnet's layout already" if ours else f"convert it to linnet first, then the result to {target}"
-        raise ConfigError([f"--to {target}: {path} cannot be converted to it; {fix}"], "convert")
+        has = (
+            f"{path} has Linnet's layout already, which every command reads; to share it without its history, use --to "
+        )
+        only = f"{path} is a checkpoint of another project; convert it to linnet first, then the result to {target}"
+        raise ConfigError([f"--to {target}: {has + ('vit' if classifies else 'hf') if ours else only}"], "convert")
     if classifies and target not in ("vit", "timm", "linnet"):
         message = f"--to {target}: {path} contains an image classifier; use --to vit or --to timm"
         raise ConfigError([message], "convert")

@@ -113,7 +113,10 @@ def test_what_cannot_be_done_is_said(convert, run, tmp_path):
     other = write_folder(tmp_path / "x", {"model_type": "gpt2"}, {"w": torch.zeros(1)})
     for arguments, reason in (
         ((tmp_path / "nothing",), "config.yaml"),
-        ((run, "--to", "linnet"), "--to linnet: "),
+        (
+            (run, "--to", "linnet"),
+            f"--to linnet: {run} has Linnet's layout already, which every command reads; to share",
+        ),
         ((other, "--shard-size", "1GB"), "--shard-size 1GB: has no effect on --to linnet"),
         ((other, "--allow-plugins"), f"--allow-plugins: has no effect on {other}, a checkpoint; leave it out: only"),
         ((run, "--allow-pickle"), "--allow-pickle: has no effect on --to hf"),
