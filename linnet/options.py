@@ -19,6 +19,7 @@ A parameter whose type is a dataclass, here `Cut`, becomes one option per keywor
 The function gets the instance. Typer checks types and ranges; a configuration made by `parse_options` checks the rest.
 """
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -27,6 +28,7 @@ import inspect
 import json
 import operator
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
@@ -35,6 +37,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperGroup
@@ -221,6 +224,7 @@ def open_page(page: Path) -> None:
 
 WIDE = {"pad_edge": False, "padding": (0, 2, 0, 0)}  # styles of tables
 BOLD = {**WIDE, "header_style": "bold"}
+QUIET = 5.0  # seconds between two lines about progress where the output is not a terminal
 RULED = {"pad_edge": False, "box": SIMPLE}
 
 
@@ -235,6 +239,27 @@ def make_table(*columns: str, rows: Iterable[Iterable[str]] = (), no_wrap: bool 
     for row in rows:
         made.add_row(*row)
     return made
+
+
+@contextlib.contextmanager
+def working(text: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Shows on stderr what a command works on; yields a function that shows how far it is, such as "model 3 of 40".
+
+    Without a terminal it is a line, at most one every `QUIET` seconds.
+    """
+    console = console or Console(stderr=True)
+    printed = time.monotonic()
+    with console.status(escape(text)) as status:
+
+        def show(place: str) -> None:
+            nonlocal printed
+            if console.is_terminal:
+                status.update(escape(f"{text}: {place}"))
+            elif time.monotonic() - printed >= QUIET:
+                printed = time.monotonic()
+                console.print(f"{text}: {place}", highlight=False, markup=False, soft_wrap=True)
+
+        yield show
 
 
 class Bar(Progress):

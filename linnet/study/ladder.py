@@ -4,7 +4,7 @@ Planning checks the whole configuration before any work and reports all problems
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,7 @@ def plan(
     cache: str | Path | None = None,
     root: str | Path | None = None,
     where: str = "study",
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Returns the runs of a study.
 
@@ -185,6 +186,7 @@ def plan(
         root: folder of the study's runs. Runs that are in it already keep their names. A new study, which has none, may
             not set keys that have no effect.
         where: name of the configuration in messages.
+        progress: is called with the number of the model whose FLOPs are counted.
 
     Raises:
         ConfigError: lists all problems of architectures, sizes, plugins, data and training settings; or no point is
@@ -218,8 +220,11 @@ def plan(
     priced: list[list[dict[str, Any]]] = []
     if rungs and not without_rate:
         with gather(problems):  # model by model, since only the last ones are kept in memory
-            priced = [[numbers(config, *rung, target) for target in config.targets] for rung in rungs]
-    if priced:
+            for number, rung in enumerate(rungs, 1):
+                if progress is not None:
+                    progress(f"counting FLOPs of model {number} of {len(rungs)}")
+                priced.append([numbers(config, *rung, target) for target in config.targets])
+    if len(priced) == len(rungs) > 0:
         # Problems found so far, so that none is reported twice: the model needs the tokenizer too, for example.
         told = "\n".join(problems)
         try:  # all runs share these settings, so checking one run is enough

@@ -6,7 +6,7 @@ costs differ between architectures, so each architecture has its own line.
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,15 +27,19 @@ StepCosts = dict[str, tuple[float, float]]
 """Architecture -> (seconds per step, seconds per FLOP)."""
 
 
-def estimate(plan: Plan) -> dict[str, float] | None:
-    """Returns run name -> seconds, or None if this machine cannot time even the smallest model quickly."""
-    costs = step_costs(plan)
+def estimate(plan: Plan, progress: Callable[[str], None] | None = None) -> dict[str, float] | None:
+    """Returns run name -> seconds, or None if this machine cannot time even the smallest model quickly.
+
+    Args:
+        progress: is called with the name of the architecture that is timed.
+    """
+    costs = step_costs(plan, progress)
     if costs is None:
         return None
     return {run.run: seconds_of(costs[run.architecture], run.steps, run.flops) for run in plan.all_runs}
 
 
-def step_costs(plan: Plan) -> StepCosts | None:
+def step_costs(plan: Plan, progress: Callable[[str], None] | None = None) -> StepCosts | None:
     """Returns the cost of a step of each architecture on a worker of this machine, or None as `estimate` does."""
     executor = plan.config.executor
     names = list(dict.fromkeys(run.architecture for run in plan.runs))
@@ -46,7 +50,9 @@ def step_costs(plan: Plan) -> StepCosts | None:
     torch.set_num_threads(most)
     try:
         costs: StepCosts = {}
-        for name in names:
+        for number, name in enumerate(names, 1):
+            if progress is not None:
+                progress(f"timing a few steps of architecture {number} of {len(names)}")
             line = _line([run for run in plan.runs if run.architecture == name], chosen)
             if line is None:
                 return None

@@ -15,6 +15,7 @@ shown and does not count.
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,10 @@ from torch import Tensor, nn
 
 from linnet.config import ConfigError
 from linnet.models.config import ModelConfig
+from linnet.models.costs import flops_exact
 from linnet.models.parametrisation import at_width
 from linnet.train.config import TrainConfig
+from linnet.train.monitor import duration
 from linnet.train.objective import RunObjective
 from linnet.train.optimizer import ScheduleConfig
 from linnet.train.preflight import preflight
@@ -107,7 +110,7 @@ def check_coordinates(
     Args:
         cache: folder of prepared corpora.
         seeds: initialisations, at least two, whose activations are averaged. All see the same batches.
-        tell: is called with a line before each model that is trained.
+        tell: is called with a line before each model that is trained, from the second on with the time left.
 
     Raises:
         ConfigError: the training is not of a causal language model, or it cannot have one of the widths.
@@ -122,16 +125,22 @@ def check_coordinates(
     kinds = dict.fromkeys([config.model.parametrisation, "standard"])
     changes: dict[str, dict] = {"standard": {"parametrisation": "standard", "base_width": 256}, "mup": {}}
     models = {kind: [at_width(config.model.model_copy(update=changes[kind]), d) for d in widths] for kind in kinds}
-    checks, number = [], 0
+    sizes = models[config.model.parametrisation]
+    flops = {width: flops_exact(model, config.seq_len) for width, model in zip(widths, sizes, strict=True)}
+    ahead = [width for _ in kinds for width in widths for _ in range(seeds)]  # of the models that are not trained yet
+    total, took = len(ahead), dict[int, float]()
+    checks = []
     for kind, sizes in models.items():
         values: dict[tuple[str, int], list[float]] = {}
         for width, model in zip(widths, sizes, strict=True):
             runs = []
             for seed in range(config.seed, config.seed + seeds):
                 if tell is not None:
-                    number += 1
-                    tell(f"{number} of {len(kinds) * len(widths) * seeds}: {kind}, width {width}, seed {seed}")
+                    place = f"{total - len(ahead) + 1} of {total}: {kind}, width {width}, seed {seed}"
+                    tell(f"{place}, about {duration(_seconds(ahead, took, flops))} left" if took else place)
+                start = time.perf_counter()
                 runs.append(dict(_train(config, model, seed, objective)))
+                took[ahead.pop(0)] = time.perf_counter() - start
             for step in STEPS:
                 reached = [run[step] for run in runs]
                 for name in reached[0].sizes:
@@ -141,6 +150,12 @@ def check_coordinates(
         coordinates = tuple(Coordinate(module, step, tuple(sizes)) for (module, step), sizes in values.items())
         checks.append(Check(kind, tuple(widths), coordinates))
     return checks
+
+
+def _seconds(ahead: list[int], took: dict[int, float], flops: dict[int, float]) -> float:
+    """Returns the seconds that models take: as the last one of that width, or by FLOPs as the last one."""
+    last = list(took)[-1]
+    return sum(took.get(width, took[last] * flops[width] / flops[last]) for width in ahead)
 
 
 @dataclass(frozen=True)

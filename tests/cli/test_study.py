@@ -124,6 +124,17 @@ def test_plan_trains_nothing(config, tmp_path):
     assert runs[0]["flops"] == max(run["flops"] for run in runs)
 
 
+def test_a_plan_says_on_stderr_how_far_it_is(config, tmp_path, monkeypatch):
+    """The FLOPs of the models of a large study take minutes."""
+    arguments = ["study", str(config), "--plan", "--out", str(tmp_path), "--json"]
+    assert "counting FLOPs" not in CliRunner().invoke(app, arguments).stderr  # soon done
+    monkeypatch.setattr("linnet.options.QUIET", 0.0)
+    found = CliRunner().invoke(app, arguments)
+    assert json.loads(found.stdout)
+    assert "planning the study: counting FLOPs of model 2 of" in found.stderr
+    assert "planning the study: timing a few steps of architecture 2 of" in found.stderr
+
+
 def test_a_plan_shows_what_each_source_of_a_mixture_gives(config, tmp_path):
     values = yaml.safe_load(config.read_text())
     (tmp_path / "few.txt").write_text("few words " * 60)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import AllowPlugins, Count, default_verb, echo_json, make_table, options
+from linnet.options import AllowPlugins, Count, default_verb, echo_json, make_table, options, working
 
 if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
@@ -143,14 +143,14 @@ def make_study(
             check_study(FITS + FIGURES if report else FITS, "study")
         if reason := unwritable(out / settings.name):
             problems.append(f"--out {str(out)!r}: {reason}; name another folder")
-    with console.status(f"{'' if plan else 'looking through the text, '}counting FLOPs, timing a few steps"):
+    with working("planning the study" if plan else "looking through the text, planning the study") as progress:
         with gather(problems):
             runs = out / settings.name / RUNS
-            ladder = make_plan(settings, check_data=not plan, cache=out / CACHE, root=runs)
+            ladder = make_plan(settings, check_data=not plan, cache=out / CACHE, root=runs, progress=progress)
             if plan:
                 problems += unread_evaluation_problems(ladder)
         refuse(problems, where)
-        seconds = estimate(ladder)
+        seconds = estimate(ladder, progress)
     done = {path.parent.name for path in runs.glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor, settings.devices), done, console)
     if plan:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from linnet.options import WIDE, AllowPlugins, Count, echo_json, make_table, options
+from linnet.options import WIDE, AllowPlugins, Count, echo_json, make_table, options, working
 
 if TYPE_CHECKING:
     from linnet.study.tune import Tuned
@@ -85,10 +85,10 @@ def tune(
         places = {
             (sweep.architecture.name, sweep.width): list(range(-(rates // 2), rates // 2 + 1)) for sweep in sweeps
         }
-        made = plan_sweeps(settings, sweeps, places, seeds, target, out / settings.name)
+        with working("planning the sweeps") as progress:
+            made = plan_sweeps(settings, sweeps, places, seeds, target, out / settings.name)
+            seconds = estimate(made, progress)
         done = {path.parent.name for path in (out / settings.name / TUNE).glob("runs/*/result.json")}
-        with console.status("timing a few steps"):
-            seconds = estimate(made)
         print_plan(made, seconds, worker_slots(settings.executor, settings.devices), done, console, settings.name)
         return
     options = {"widths": chosen or None, "rates": rates, "seeds": seeds, "target": target}

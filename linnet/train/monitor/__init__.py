@@ -338,7 +338,7 @@ class TerminalProgress:
             self._scoring, self._told = time.monotonic(), False
         seconds, state = time.monotonic() - self._scoring, ""
         if row["done"]:
-            state = f"{_duration(seconds * (row['total'] / row['done'] - 1))} left"
+            state = f"{duration(seconds * (row['total'] / row['done'] - 1))} left"
         self._bar.update(
             self._task,
             description=f"scoring held-out {'text' if self._units == 'tokens' else self._units}",
@@ -355,7 +355,7 @@ class TerminalProgress:
             return
         speed = row[f"{self._units}_per_second"]
         left = (self._steps - row["step"]) * row[self._units] / row["step"] / speed
-        state = f"loss {row['loss']:.4f}  {speed:,.0f} {self._units}/s  {_duration(left)} left"
+        state = f"loss {row['loss']:.4f}  {speed:,.0f} {self._units}/s  {duration(left)} left"
         if row["flop_utilisation"] is not None:
             state += f"  {row['flop_utilisation']:.1%} of peak"
         self._bar.update(self._task, completed=row["step"], state=state)
@@ -386,7 +386,8 @@ class TerminalProgress:
         self._console.print(text, highlight=False, soft_wrap=True)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Formats seconds as `2:05`, `1:02:05` or `3 d 4 h`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
