@@ -500,6 +500,11 @@ SHORT_FORMS = {"model": "recipe", "data": "source", "augment": "kind"}
 """Sections that a file may write as one word: the key that it stands for."""
 
 
+def in_full(section: str, value: typing.Any) -> typing.Any:
+    """Returns a section that is one word as a mapping, and others as they are."""
+    return {SHORT_FORMS[section]: value} if section in SHORT_FORMS and isinstance(value, str) else value
+
+
 def override(values: dict, assignments: list[str]) -> dict:
     """Applies `a.b=value` assignments (values in YAML; `a.0.b` in a list) to a nested dictionary; returns a new one."""
     result, problems = copy.deepcopy(values), []
@@ -512,8 +517,8 @@ def override(values: dict, assignments: list[str]) -> dict:
             problems.append(f"--set {shown(assignment)}: the key has more than {MOST_DEPTH} levels; write fewer")
             continue
         section, *inner = key.split(".")
-        if inner and section in SHORT_FORMS and isinstance(result.get(section), str):
-            result[section] = {SHORT_FORMS[section]: result[section]}
+        if inner and section in result:
+            result[section] = in_full(section, result[section])
         try:
             result = _assigned(result, key.split("."), parse_yaml(text))
         except DuplicateKeys as error:

@@ -12,7 +12,19 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
-from linnet.config import Config, ConfigError, Epsilon, Factor, Problem, SeveralKeys, added, nearest, parse, shown
+from linnet.config import (
+    Config,
+    ConfigError,
+    Epsilon,
+    Factor,
+    Problem,
+    SeveralKeys,
+    added,
+    in_full,
+    nearest,
+    parse,
+    shown,
+)
 from linnet.layers.base import CHANNELS, MIXERS, SET, Bias, LayerContext, Mixer, nearest_name
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions import PositionKind, check_positions
@@ -88,8 +100,7 @@ class StackConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _normal_form(cls, values: Any) -> Any:
-        if isinstance(values, str):
-            values = {"recipe": values}
+        values = in_full("model", values)
         if not isinstance(values, Mapping):
             return values
         values = _without_recipe(cls, dict(values))

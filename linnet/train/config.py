@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from linnet import trust
-from linnet.config import Config, Factor, Problem, SeveralKeys, gather, shown
+from linnet.config import Config, Factor, Problem, SeveralKeys, gather, in_full, shown
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.layers.base import load_plugin
@@ -283,7 +283,7 @@ class TrainingConfig(Config):
     @field_validator("model", mode="before")
     @classmethod
     def _named_recipe(cls, model: Any) -> Any:
-        return {"recipe": model} if isinstance(model, str) else model
+        return in_full("model", model)
 
     @field_validator("architecture")
     @classmethod
@@ -497,8 +497,7 @@ class CorpusTraining(TrainingConfig):
     @field_validator("model", mode="before")
     @classmethod
     def _take_vocabulary(cls, model: Any, info: ValidationInfo) -> Any:
-        if isinstance(model, str):
-            model = {"recipe": model}
+        model = in_full("model", model)
         if isinstance(model, dict) and "vocab_size" not in model and "data" in info.data:
             return {**model, "vocab_size": given_vocabulary(info.data["data"].tokenizer)}
         return model

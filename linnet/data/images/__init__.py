@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from linnet.config import Config
+from linnet.config import Config, in_full
 from linnet.deprecation import renamed
 
 # The keys of image data. Imports neither torch nor Pillow, so that reading a file is quick.
@@ -74,7 +74,7 @@ class ImageDataConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, values: Any) -> Any:
-        return {"source": [values]} if isinstance(values, str) else values
+        return in_full("data", values)
 
     @model_validator(mode="after")
     def _one_held_out_set(self) -> "ImageDataConfig":

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, SeveralKeys, checking, digest, gather
+from linnet.config import ConfigError, SeveralKeys, checking, digest, gather, in_full
 from linnet.data import Corpus, Tokenizer, flatten_documents, given_tokenizer, given_vocabulary
 from linnet.data.corpus import mixture_of
 from linnet.data.problems import in_data, problems_of
@@ -249,8 +249,7 @@ class SentenceTraining(TrainingConfig):
     @field_validator("model", mode="before")
     @classmethod
     def _outputs_of_task(cls, model: Any, info: ValidationInfo) -> Any:
-        if isinstance(model, str):
-            model = {"recipe": model}
+        model = in_full("model", model)
         if isinstance(model, Mapping) and "data" in info.data:
             data: GlueConfig = info.data["data"]
             model = {"outputs": TASKS[data.task].outputs, **model}
@@ -530,8 +529,7 @@ class SequenceTraining(TrainingConfig):
     @field_validator("model", mode="before")
     @classmethod
     def _model_of_task(cls, model: Any, info: ValidationInfo) -> Any:
-        if isinstance(model, str):
-            model = {"recipe": model}
+        model = in_full("model", model)
         if not isinstance(model, Mapping) or "data" not in info.data:
             return model
         try:

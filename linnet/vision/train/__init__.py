@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -11,7 +12,7 @@ import torch
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, Factor, checking, gather
+from linnet.config import ConfigError, Factor, checking, gather, in_full
 from linnet.data.images import Sources
 from linnet.data.images.decode import check_png, encode_png, picture_grid
 from linnet.data.images.sources import ImageSource
@@ -243,10 +244,6 @@ class ImageRunConfig(RunConfig):
     )
 
 
-def _kind(augment: Any) -> Any:
-    return {"kind": augment} if isinstance(augment, str) else augment
-
-
 def none_given(evaluations: list) -> bool:
     """Returns whether configurations are stored without `evaluations`, a key that not every release wrote."""
     return not evaluations
@@ -262,9 +259,9 @@ class ImageTraining(TrainingConfig):
     run: ImageRunConfig = Field(
         ImageRunConfig(), description="how the training is executed; not part of the run's identity"
     )
-    augment: Annotated[AugmentConfig, BeforeValidator(_kind, json_schema_input_type=AugmentConfig | str)] = Field(
-        AugmentConfig(), description="random changes of training images; a name is short for {kind: name}"
-    )
+    augment: Annotated[
+        AugmentConfig, BeforeValidator(partial(in_full, "augment"), json_schema_input_type=AugmentConfig | str)
+    ] = Field(AugmentConfig(), description="random changes of training images; a name is short for {kind: name}")
     evaluate_images: int | None = Field(
         None, ge=1, description="held-out images that a validation scores, spread evenly over them; null: all"
     )

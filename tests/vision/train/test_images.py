@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.config import ConfigError
+from linnet.config import SHORT_FORMS, ConfigError, override
 from linnet.data.labelled import HeldOut
 from linnet.papers.verbs.base import numbers, with_derived
 from linnet.runs import latest_good
@@ -56,6 +56,14 @@ def settings(**changes) -> TrainingConfig:
 
 def losses(run) -> list[float]:
     return [row["loss"] for row in run.metrics() if "loss" in row]
+
+
+@pytest.mark.parametrize("section", SHORT_FORMS)
+def test_a_section_of_one_word_is_the_same_training_in_full(section):
+    words = {"objective": "images", "model": "vit-8px", "data": "digits", "augment": "flip", "steps": 1}
+    full = words | {section: {SHORT_FORMS[section]: words[section]}}
+    assert read_training(words) == read_training(full)
+    assert override(words, [f"{section}.x=1"])[section] == {SHORT_FORMS[section]: words[section], "x": 1}
 
 
 def test_a_run_learns_and_records_images(cache, tmp_path):
