@@ -37,6 +37,7 @@ from linnet.runs.files import room, write_atomic
 from linnet.runs.record import plain
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.study.runner import in_halves
+from linnet.study.timing import TIMED_STEPS, fastest
 from linnet.train import device as devices
 from linnet.train.monitor import Stop, graceful_stop
 from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
@@ -210,6 +211,17 @@ def objective_of(run: Mapping[str, Any]) -> SyntheticObjective:
 def run_flops(run: Mapping[str, Any], objective: SyntheticObjective | None = None) -> float:
     """Returns the training FLOPs of one run. `objective`: the run's objective, if the caller has it."""
     return run["epochs"] * run["train_samples"] * (objective or objective_of(run)).flops()
+
+
+def seconds_per_step(run: Mapping[str, Any]) -> float:
+    """Returns the seconds of a training step of one run on the CPU, from a few steps on its first samples."""
+    few, device = {**run, "train_samples": run["batch_size"]}, torch.device("cpu")
+    objective, rates = objective_of(few), ([run["learning_rate"]], [run["weight_decay"]])
+    models, _, _ = _models([few], [objective], None)
+    ensemble = Ensemble(models, *rates, 1 + TIMED_STEPS, device=device, vectorised=False, loss=objective.loss)
+    batch = _Data([objective], [few], "train", device).take(torch.arange(run["batch_size"]))
+    with devices.threads(device, run["model"]["d_model"], run["batch_size"] * run["input_length"]):
+        return fastest(lambda: ensemble.step(*batch), device)
 
 
 def _trained(payload: Mapping[str, Any], runs: list[dict]) -> list[dict]:

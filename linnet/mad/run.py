@@ -8,11 +8,12 @@ import contextlib
 import csv
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 
@@ -21,7 +22,7 @@ from linnet.config import ConfigError, gather, grouped, parse, refuse
 from linnet.layers.base import load_plugin
 from linnet.layers.positions import length_problems
 from linnet.mad.architectures import recorded, state_size
-from linnet.mad.bundle import DIVERGED, finish, run_flops, shape_of, train_bundle
+from linnet.mad.bundle import DIVERGED, finish, run_flops, seconds_per_step, shape_of, train_bundle
 from linnet.mad.results import PLAN, RUNS, TABLE, TEXTS, parse_result, read_layers, read_plan, read_results
 from linnet.mad.scores import Scores, number_of, score, write_scores
 from linnet.mad.settings import BUDGETS, PlannedRun, Setting, plan
@@ -32,6 +33,7 @@ from linnet.runs import RunFolder
 from linnet.runs.files import FULL, csv_text, room, write_atomic
 from linnet.study.executors import Executor, ExecutorConfig, Job, Outcome, make_executor
 from linnet.study.progress import StudyProgress, count, duration
+from linnet.study.timing import fit_line, seconds_of, wall_seconds
 from linnet.train import device as devices
 from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
 
@@ -516,6 +518,31 @@ def cost(runs: Sequence[MadRun], groups: int) -> str:
     most = "at most " if any(Training.of(run.config).watch for run in runs) else ""
     work = f"{most}{count(steps)} model-steps and {sum(run.flops for run in runs):.2g} FLOPs"
     return f"{len(runs)} runs in {groups} bundles: {work}"
+
+
+def estimate(work: Work, progress: Callable[[str], None] | None = None) -> float | None:
+    """Returns the seconds that training the missing runs takes; None on a GPU, or if this machine cannot time a step.
+
+    Args:
+        progress: is called with the name of the architecture whose steps are timed.
+    """
+    if work.device != "cpu":
+        return None
+    missing, seconds = work.missing, []
+    before = torch.get_num_threads()
+    torch.set_num_threads(getattr(work.executor, "threads", before))
+    try:
+        for name in dict.fromkeys(run.config["architecture"] for run in missing):
+            if progress is not None:
+                progress(f"timing a few steps of {name}")
+            runs = [run for run in missing if run.config["architecture"] == name]
+            line = fit_line({run.flops / run.steps: run.config for run in runs}, seconds_per_step)
+            if line is None:
+                return None
+            seconds += [seconds_of(line, run.steps, run.flops) for run in runs]
+    finally:
+        torch.set_num_threads(before)
+    return wall_seconds(seconds, work.executor.workers)
 
 
 def _train(runs: list[MadRun], jobs: list[Job], folder: Path, executor: Executor, console: Console) -> dict[str, str]:

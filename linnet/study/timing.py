@@ -6,9 +6,10 @@ costs differ between architectures, so each architecture has its own line.
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from linnet.study.ladder import Plan, PlannedRun
 from linnet.train.device import choose, threads
 from linnet.train.objectives import find_objective
 
+T = TypeVar("T")
 TIMED_STEPS = 2
 LONG = 0.3  # seconds on a CPU after which the first step, which is slower by little, is enough
 PATIENCE = 2.0  # longest expected time in seconds of a step that is timed
@@ -53,7 +55,8 @@ def step_costs(plan: Plan, progress: Callable[[str], None] | None = None) -> Ste
         for number, name in enumerate(names, 1):
             if progress is not None:
                 progress(f"timing a few steps of architecture {number} of {len(names)}")
-            line = _line([run for run in plan.runs if run.architecture == name], chosen)
+            shapes = {run.flops / run.steps: run for run in plan.runs if run.architecture == name}
+            line = fit_line(shapes, partial(_seconds_per_step, chosen=chosen))
             if line is None:
                 return None
             costs[name] = line
@@ -76,28 +79,34 @@ def wall_seconds(seconds: Sequence[float], workers: int) -> float:
     return max(free)
 
 
-def _line(runs: list[PlannedRun], chosen: bool) -> tuple[float, float] | None:
+def fit_line(shapes: Mapping[float, T], measure: Callable[[T], float]) -> tuple[float, float] | None:
     """Returns (seconds per step, seconds per FLOP) of the line through two timed steps.
 
     The two are the cheapest step and the most expensive one that is expected to take less than `PATIENCE`. Returns None
-    if even the cheapest step takes too long. `chosen`: the user chose the number of CPU threads.
+    if even the cheapest step takes too long.
+
+    Args:
+        shapes: FLOPs of a step -> what has such steps. measure: returns the seconds of such a step.
     """
-    shapes = {run.flops / run.steps: run for run in sorted(runs, key=lambda run: run.flops / run.steps)}
-    costs = list(shapes)
+    costs = sorted(shapes)
     speed = 2e9 if choose("auto").type == "cpu" else 1e13  # FLOP/s that every machine reaches
     if costs[0] / speed > 10 * PATIENCE:
         return None
-    first = _seconds_per_step(shapes[costs[0]], chosen)
+    first = measure(shapes[costs[0]])
     worth = [cost for cost in costs[1:] if first * cost / costs[0] < PATIENCE]
     if not worth:
         return 0.0, first / costs[0]
-    last = _seconds_per_step(shapes[worth[-1]], chosen)
+    last = measure(shapes[worth[-1]])
     rate = max((last - first) / (worth[-1] - costs[0]), 0.0)
     return max(first - rate * costs[0], 0.0), max(rate, 0.0)
 
 
 def _seconds_per_step(run: PlannedRun, chosen: bool) -> float:
-    """Returns the seconds of the fastest of a few steps (forward, backward, AdamW) of a model on random data."""
+    """Returns the seconds of the fastest of a few steps (forward, backward, AdamW) of a model on random data.
+
+    Args:
+        chosen: whether the user chose the number of CPU threads.
+    """
     device, objective = choose("auto"), find_objective(run.train)
     tokens = objective.row_tokens(run.train) * run.batch_size // run.train.parts
     with nullcontext() if chosen else threads(device, run.train.model.d_model, tokens):
@@ -114,14 +123,23 @@ def _fastest_step(run: PlannedRun, device: torch.device) -> float:
     else:
         tokens = torch.randint(config.vocab_size, (run.batch_size, run.seq_len), device=device)
         batch = (tokens, tokens)
-    times = []
-    for _ in range(1 + TIMED_STEPS):
-        start = time.perf_counter()
+
+    def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, count = model.loss(*batch)
         (loss / count).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+    return fastest(step, device)
+
+
+def fastest(step: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of the fastest of a few steps after the first, or of the first if it takes long on a CPU."""
+    times = []
+    for _ in range(1 + TIMED_STEPS):
+        start = time.perf_counter()
+        step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from linnet.config import FIGURES, ConfigError, gather, grouped, not_installed, override, parse, refuse
-from linnet.options import RULED, WIDE, AsJson, Count, by_option, echo_json, make_table, options, parse_seeds
+from linnet.config import FIGURES, ConfigError, count_of, gather, grouped, not_installed, override, parse, refuse
+from linnet.options import RULED, WIDE, AsJson, Count, by_option, echo_json, make_table, options, parse_seeds, working
 
 # Short column titles, so that the table fits into 80 characters.
 SHORT = {
@@ -179,8 +179,8 @@ def run(
 
 def print_plan(work, bundle: int | None, console) -> None:
     """Prints a row per architecture: its settings, runs, model-steps and FLOPs; then what is still to do."""
-    from linnet.mad.run import cost
-    from linnet.study.progress import count
+    from linnet.mad.run import cost, estimate
+    from linnet.study.progress import count, duration
 
     table = make_table("architecture", "#settings", "#runs", "#steps", "#FLOPs", style=WIDE)
     for name in work.models:
@@ -194,7 +194,11 @@ def print_plan(work, bundle: int | None, console) -> None:
         total += f", {sum(run.flops for run in missing):.3g} of them still to do"
     console.print(total)
     if missing:
-        console.print(f"to do: {cost(missing, len(work.groups(bundle)))}")
+        with working("planning the runs") as progress:
+            seconds = estimate(work, progress)
+        workers = count_of(work.executor.workers, "worker")
+        time = "" if seconds is None else f", about {duration(seconds)} of training on {workers}"
+        console.print(f"to do: {cost(missing, len(work.groups(bundle)))}{time}")
 
 
 def print_scores(scores, console) -> None:
