@@ -216,7 +216,7 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
         "L", loss at the largest compute that all laws reach; "gain", the share that twice this compute takes off; "a"
         and "b", exponents of N_opt and D_opt. They share one limit, of four fifths of the 5 %. An order by the
         gain, which lies beyond the data, also holds for the other form of each law (with or without a constant) if
-        its points allow it. And no order hangs on one budget (see `_without_each`).
+        its points allow it. And no order hangs on one budget (see `_without_each` and `_by_budget`).
     """
     readers: dict[str, tuple[str, Callable]] = {
         "L": ("L", _loss),
@@ -241,7 +241,13 @@ def orders(fits: Mapping[str, Any]) -> dict[str, Order]:
         apart = frozenset.intersection(*(form.apart for form in every))
         laws, sign = laws_of[key], 1 if key == "gain" else -1  # a smaller gain is a slope nearer to 0
         compute = every[0].at if key == "L" else None
-        kept = [(low, high) for low, high in apart if _without_each(laws[low], laws[high], compute) in (sign, None)]
+        surfaces = {name: law.rows for name, law in laws.items() if getattr(law, "rows", None) is not None}
+        signs = _by_budget(surfaces, compute)
+        kept = [
+            (low, high)
+            for low, high in apart
+            if _without_each(laws[low], laws[high], compute) in (sign, None) and signs.get((low, high), sign) == sign
+        ]
         result[key] = replace(every[0], apart=frozenset(kept))
     return result
 
@@ -271,6 +277,64 @@ def _without_each(first: Any, second: Any, at: float | None) -> int | None:
             variance += law.noise[0] * inverse[column, column]
         signs.add(int(np.sign(difference)) if abs(difference) > 1.96 * math.sqrt(variance) else 0)
     return signs.pop() if len(signs) == 1 else 0
+
+
+def _by_budget(surfaces: Mapping[str, Any], at: float | None) -> dict[tuple[str, str], int]:
+    """Returns the sign of the difference of two surfaces in which their budgets agree; 0 if there is none.
+
+    Resamples of the rows of a surface do not have an error that all runs of a budget share, and the surface goes along
+    with it. So the budgets are the items of a second test. The distances of the rows of both from one of the surfaces,
+    either of them, have a mean in each budget. The differences of these means must differ from 0 by Student's t, in
+    their mean or, by a line by log C, at the compute `at`; without `at`, in the slope of the line. Holm's method
+    adjusts the p-values for all pairs. Pairs with fewer than three budgets in common are absent.
+    """
+    signs: dict[tuple[str, str], int] = {}
+    p_values: list[float] = []
+    for first, second in combinations(surfaces, 2):
+        pair = surfaces[first], surfaces[second]
+        log_C = np.log(np.concatenate([rows.C for rows in pair]))
+        order = np.argsort(log_C, kind="stable")
+        label = np.zeros(len(order), dtype=int)
+        label[order[1:]] = np.cumsum(np.diff(log_C[order]) > NEAR)
+        budgets = int(label.max()) + 1
+        labels = np.split(label, [len(pair[0].C)])
+        counts = [np.bincount(part, minlength=budgets) for part in labels]
+        common = np.minimum(*counts) > 0
+        if common.sum() < 3:
+            continue
+        places = (np.bincount(label, log_C) / np.bincount(label))[common]
+        found = []
+        for base in pair:
+            means = [
+                np.bincount(part, rows.distances(base.theta), budgets)[common] / count[common]
+                for part, rows, count in zip(labels, pair, counts, strict=True)
+            ]
+            found.append(_sign_and_p(places, means[0] - means[1], at))
+        signs[first, second] = found[0][0] if found[0][0] == found[1][0] else 0
+        p_values.append(max(p for _, p in found))
+    clear = {pair: sign if p < LEVEL else 0 for (pair, sign), p in zip(signs.items(), holm(p_values), strict=True)}
+    return clear | {(second, first): -sign for (first, second), sign in clear.items()}
+
+
+def _sign_and_p(x: np.ndarray, y: np.ndarray, at: float | None) -> tuple[int, float]:
+    """Returns the sign of values y at the logs x, and its p-value, as `_by_budget` tests them.
+
+    Values without an error about their mean or line show no noise, and have the p-value 1.
+    """
+    from scipy.special import stdtr  # see t_interval
+
+    one = np.ones_like(x)
+    tests = [[one, x - x.mean()]] if at is None else [[one], [x - math.log(at), one]]  # the last column is tested
+    signs = []
+    for test in tests:
+        columns = np.stack(test, axis=1)
+        inverse, free = np.linalg.inv(columns.T @ columns), len(x) - len(test)
+        estimates = inverse @ columns.T @ y
+        error = math.sqrt(float(np.sum((y - columns @ estimates) ** 2)) / free * inverse[-1, -1])
+        p = 2 * float(stdtr(free, -abs(estimates[-1]) / error)) if error > ROUNDING else 1.0
+        signs.append((min(1.0, len(tests) * p), int(np.sign(estimates[-1]))))
+    p, sign = min(signs)
+    return sign, p
 
 
 def _test_of(laws: Mapping[str, Any], read: Callable, at: float) -> _Test:

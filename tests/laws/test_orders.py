@@ -1,5 +1,6 @@
 """The rule for sentences that rank: equal architectures are hardly ever ranked, and a worse one is found."""
 
+import functools
 import importlib.util
 import math
 import tracemalloc
@@ -15,6 +16,7 @@ from page_claims import contradictions
 
 from linnet.laws.fit import StudyFit, crossing, fit_study, load_table
 from linnet.laws.fit.law import Law
+from linnet.laws.fit.parametric import fit_parametric
 from linnet.laws.fit.power import law_through
 from linnet.laws.orders import order, order_of_means, orders, side, t_interval, t_test
 from linnet.report.findings import conclude, findings, plain
@@ -109,6 +111,47 @@ def test_seeds_of_one_budget_are_left_out_together():
     off = {"a": _fit_through(0, start=1, C=C), "b": _fit_through(9 * [0] + 3 * [0.01], start=2, C=C)}
     assert orders(_bare(off))["L"].apart == {("a", "b")}
     assert not any(order.apart for order in orders(off).values())
+
+
+@functools.cache
+def _surface(off=(0.0,) * 4, worse=0.0, slope=0.0, start=1):
+    """Laws of the surface through eight sizes at each of four budgets, with noise of 0.1 % and errors of budgets."""
+    generator, rows = np.random.default_rng(start), []
+    for C, shared in zip(FOUR, off, strict=True):
+        N = np.array([12 * width**2 + 256 * width for width in (8, 10, 12, 14, 16, 20, 24, 28)], dtype=float)
+        D = C / (6 * N)
+        log = np.log(0.6 + 14 / N**0.35 + 95 / D**0.37) + 0.001 * generator.standard_normal(len(N))
+        loss = np.exp(log + shared + worse + slope * np.log(C / FOUR[0]))
+        rows.append(pd.DataFrame({"N": N, "D": D, "C": C, "loss": loss}))
+    table = pd.concat(rows, ignore_index=True)
+    fit = fit_parametric(table.assign(run=table.index.astype(str)), bootstrap=60)
+    assert not fit.L.refused
+    return SimpleNamespace(L=fit.L, N_opt=fit.N_opt, D_opt=fit.D_opt)
+
+
+def _certain(fit):
+    """The same laws with draws a hundred times as near: those of a table that shows less of an error of budgets."""
+    row = np.array([np.log(fit.L.coefficient), fit.L.exponent, fit.L.constant])
+    return SimpleNamespace(**vars(fit) | {"L": replace(fit.L, draws=row + (fit.L.draws - row) / 100)})
+
+
+def _alone(fits):
+    return {name: SimpleNamespace(**vars(fit) | {"L": replace(fit.L, rows=None)}) for name, fit in fits.items()}
+
+
+@pytest.mark.parametrize("off", [(0, 0, 0, 0.01), (0, 0.01, 0, 0), (0.004, -0.006, 0.01, -0.002)])
+def test_surfaces_with_an_error_of_all_runs_of_a_budget_are_not_ordered(off):
+    fits = {"a": _certain(_surface()), "b": _certain(_surface(off, start=2))}
+    assert orders(_alone(fits))["L"].apart, "which the draws alone tell apart"
+    assert not orders(fits)["L"].apart and not orders(fits)["gain"].apart
+
+
+def test_surfaces_that_differ_at_every_budget_are_ordered():
+    for worse in (0.005, 0.02):
+        assert orders({"a": _surface(), "b": _surface(worse=worse, start=2)})["L"].apart == {("a", "b")}
+    slower = orders({"a": _surface(), "b": _surface(slope=0.01, start=2)})
+    assert slower["L"].apart == {("a", "b")}, "at the largest compute, not in the mean of the budgets"
+    assert slower["gain"].apart == {("b", "a")}
 
 
 def test_equal_values_but_for_rounding_show_no_noise():

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -93,6 +94,7 @@ class Law(Result):
             rival's. Not serialised.
         noise: variance of the log of a point, and its degrees of freedom, if they are known. Not serialised.
         seen: log C and log value of the fitted points. Not serialised.
+        rows: of a law of a surface, the rows it is fitted to (`parametric.Rows`). Not serialised.
         shift: factor by which another curve through the runs moves every value of the law; intervals have both.
     """
 
@@ -115,6 +117,7 @@ class Law(Result):
     by_chance: bool = field(default=False, repr=False, compare=False)
     noise: tuple[float, float] | None = field(default=None, repr=False, compare=False)
     seen: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False, compare=False)
+    rows: Any = field(default=None, repr=False, compare=False)
     shift: float = 1.0
 
     computed = ("parameters", "coefficient_pf_days", "formula", "band")

@@ -8,6 +8,7 @@ and a scaled objective refines the best results.
 """
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -99,7 +100,8 @@ def fit_parametric(
     ]
     for name, estimate in closed_form(theta[None], fit.flops_per_nd).items():
         setattr(fit, name, _law(name, estimate[0], C))
-    fit.L.rms_log_error = float(np.sqrt(np.mean(np.log(predict(theta, N, D) / loss) ** 2)))
+    fit.L.rows = Rows(C, N, D, loss, theta)
+    fit.L.rms_log_error = float(np.sqrt(np.mean(fit.L.rows.distances(theta) ** 2)))
     fit.L_irreducible = fit.L
     if reason := _extrapolated(fit, N, D):
         _refused(fit, reason, "L", "N_opt", "D_opt")
@@ -311,6 +313,21 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     # Without noise every resample gives the same numbers, and their correlation is not defined.
     moving = {name: pair for name, pair in pairs.items() if min(part.std() for part in pair) > 0}
     fit.correlations = {name: float(np.corrcoef(*pair)[0, 1]) for name, pair in moving.items()}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a surface, for `linnet.laws.orders`: arrays [n], and the surface [5]."""
+
+    C: np.ndarray
+    N: np.ndarray
+    D: np.ndarray
+    loss: np.ndarray
+    theta: np.ndarray
+
+    def distances(self, theta: np.ndarray) -> np.ndarray:
+        """Returns log loss minus that of a surface [n]."""
+        return np.log(self.loss / predict(theta, self.N, self.D))
 
 
 def _held_out(table: pd.DataFrame, hold_out: float | None, theta: np.ndarray, objective: Objective) -> HeldOut:
