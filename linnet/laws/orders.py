@@ -303,15 +303,15 @@ def _by_budget(surfaces: Mapping[str, Any], at: float | None) -> dict[tuple[str,
         if common.sum() < 3:
             continue
         places = (np.bincount(label, log_C) / np.bincount(label))[common]
-        found = []
+        outcomes = []
         for base in pair:
             means = [
                 np.bincount(part, rows.distances(base.theta), budgets)[common] / count[common]
                 for part, rows, count in zip(labels, pair, counts, strict=True)
             ]
-            found.append(_sign_and_p(places, means[0] - means[1], at))
-        signs[first, second] = found[0][0] if found[0][0] == found[1][0] else 0
-        p_values.append(max(p for _, p in found))
+            outcomes.append(_sign_and_p(places, means[0] - means[1], at))
+        signs[first, second] = outcomes[0][0] if outcomes[0][0] == outcomes[1][0] else 0
+        p_values.append(max(p for _, p in outcomes))
     clear = {pair: sign if p < LEVEL else 0 for (pair, sign), p in zip(signs.items(), holm(p_values), strict=True)}
     return clear | {(second, first): -sign for (first, second), sign in clear.items()}
 
@@ -323,8 +323,8 @@ def _sign_and_p(x: np.ndarray, y: np.ndarray, at: float | None) -> tuple[int, fl
     """
     from scipy.special import stdtr  # see t_interval
 
-    one = np.ones_like(x)
-    tests = [[one, x - x.mean()]] if at is None else [[one], [x - math.log(at), one]]  # the last column is tested
+    ones = np.ones_like(x)
+    tests = [[ones, x - x.mean()]] if at is None else [[ones], [x - math.log(at), ones]]  # the last column is tested
     signs = []
     for test in tests:
         columns = np.stack(test, axis=1)

@@ -296,8 +296,8 @@ def _unused(config: StudyConfig, first: TrainingConfig, rungs: list[Rung]) -> li
     lines = [f"executor.{line}" for line in unread_problems(config.executor)]
     lines += [line if line.startswith("data.") else f"train.{line}" for line in unread_settings(first)]
     for architecture, _, model in rungs:  # others are set by the family, such as the number of heads
-        given = [f"options.{name}.{key}:" for name, options in architecture.options.items() for key in options]
-        unused = [line for line in unused_options(model) if line.startswith(("aliases.", *given))]
+        prefixes = [f"options.{name}.{key}:" for name, options in architecture.options.items() for key in options]
+        unused = [line for line in unused_options(model) if line.startswith(("aliases.", *prefixes))]
         lines += [f"architectures.{architecture.name}: {line}" for line in unused]
     return list(dict.fromkeys(lines))
 
