@@ -234,7 +234,7 @@ def plan(
                 lines = evaluation_problems(first, lengths)
                 problems += [line for line in lines if line.removeprefix("train.") not in told]
                 check_loggers(first.run.loggers)
-            # What has begun goes on, also if an old release took such keys.
+            # A study that has begun goes on, even if an old release took such keys.
             if root is not None and not (Path(root).parent / "study.yaml").is_file():
                 problems += _unused(config, first, rungs)
         except ConfigError as error:

@@ -127,7 +127,7 @@ def ssd_backward(
 
 
 def _suits_hopper(call: "Call") -> bool:
-    """Whether the gradients run in the kernel for Hopper: where each value head has its key, it is no faster."""
+    """Whether the gradients run in the kernel for Hopper: with a key for each value head it gains nothing."""
     even = call.cu_seqlens is None and call.T % call.tiles.chunk == 0
     widths = call.K in (64, 128) and call.V == call.tiles.chunk and call.HV > call.H
     return even and widths and call.q.dtype == torch.bfloat16 and is_hopper(call.q.device)
