@@ -33,9 +33,10 @@ def compare(
 
     Intervals are over documents, questions or cells. A difference between two
     models is tested on the same items, and all p-values are adjusted together
-    (Holm). Only evaluations with the same settings are compared. The page also
-    shows the grids of needles, where recall ends, and the effect of the
-    metrics' constants; one model alone has a page too.
+    (Holm). The tests know nothing of other seeds of a training. Only
+    evaluations with the same settings are compared. The page also shows the
+    grids of needles, where recall ends, and the effect of the metrics'
+    constants; one model alone has a page too.
 
     Example: [bold]linnet compare runs/llama-10m-* runs/tnl-10m-*[/]
 
@@ -74,8 +75,8 @@ def show_comparison(
     Raises:
         ConfigError: runs without evaluations, or with none in common.
     """
+    from linnet.evaluate.compare import SCOPE, shared, split
     from linnet.evaluate.compare import compare as compare_all
-    from linnet.evaluate.compare import shared, split
 
     records, problems = _read(runs)
     for problem in problems:
@@ -96,6 +97,8 @@ def show_comparison(
     console = Console(highlight=False)
     for group in groups:
         _show(group, [comparison for comparison in comparisons if group.owns(comparison)], records, console)
+    if any(comparison.differences for comparison in comparisons):
+        console.print(SCOPE, soft_wrap=True, style="dim")
     if page is not None:
         from linnet.report.compare import Constants, write_comparison
 

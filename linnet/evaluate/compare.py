@@ -369,6 +369,10 @@ def _exp(means: np.ndarray) -> np.ndarray:
 # Text of comparisons: titles of evaluations, formats of numbers, and notes on how to read them.
 
 REAL = ALPHA  # adjusted p-values below this are called differences
+SCOPE = (
+    "The tests compare these trained models over items, and know nothing of other seeds of the trainings: "
+    "to compare architectures, train each with several seeds."
+)
 _NEEDLE_OPTIONS = {"samples": 1, "scoring": "match", "haystack": None, "digits": 5}
 
 

@@ -12,6 +12,7 @@ from linnet.config import FIGURES, check_study
 from linnet.evaluate.compare import (
     REAL,
     RESAMPLES,
+    SCOPE,
     Comparison,
     Difference,
     Shared,
@@ -277,6 +278,11 @@ def _page(side: Side, drawn: list[tuple], command: str, problems: Sequence[str])
         *(f'<p class="notice">Left out: {escape(problem)}.</p>' for problem in problems),
         "<h2>What was found</h2>",
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in findings)}</ul>',
+        *(
+            [f'<p class="caption">{SCOPE}</p>']
+            if any(comparison.differences for comparison in side.comparisons)
+            else []
+        ),
         shell.key(side.architectures),
         *_models(side),
     ]
