@@ -40,10 +40,11 @@ def laws(study: Study) -> Figure | None:
     layers = canvas.law_layers(bands, lines, points, x, y, OPTIMUM_FIELDS)
     drawn = canvas.layer(*layers).properties(width=860, height=430)
     refused = [name for name, fit in study.fits.items() if fit.L.refused]
+    banded = "; its band is the 95 % bootstrap interval" if bands else " (no law has an interval; the table says why)"
     caption = (
         f"The lowest {'training' if on_training else 'held-out'} loss that each architecture reaches with a compute "
-        "budget. A straight line on these axes is a power law; its band is the 95 % bootstrap interval, and "
-        f"the dashed part lies beyond the data (up to {EXTRAPOLATION:g} times). Hollow points are budgets "
+        f"budget. A straight line on these axes is a power law{banded}, and the dashed part lies beyond the data (up "
+        f"to {EXTRAPOLATION:g} times). Hollow points are budgets "
         "whose optimum is not between the sizes that were trained: the lowest loss seen, not an optimum."
     )
     if refused:

@@ -30,7 +30,7 @@ def law_table(study: Study) -> str:
     for name, fit in study.fits.items():
         edge = "" if fit.L.refused or through_optima(fit) else '<div class="fine">through the lowest losses seen</div>'
         other = "" if common or fit.L.refused else _other_form(fit)
-        loss = f"{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{other}"
+        loss = f"{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{other}{_remarks(fit)}"
         sizes = (_law(fit.N_opt, "k", "a", "N", units.count), _law(fit.D_opt, "k", "b", "D", units.count))
         numbers = (units.significant(fit.sizes.a_plus_b), _held_out(fit.held_out))
         rows.append((shell.swatch(study.architectures, name), loss, *sizes, *numbers))
@@ -285,6 +285,14 @@ def _other_form(fit: ArchitectureFit) -> str:
         reasons = units.prose(*fit.L_irreducible.refused)
         return f'<div class="why">with a constant: refused, {reasons}</div>'
     return ""
+
+
+def _remarks(fit: ArchitectureFit) -> str:
+    """Why a law of loss has no interval or no check."""
+    if fit.L.refused:
+        return ""
+    notes = dict.fromkeys(filter(None, (*fit.L.notes, fit.best.bootstrap.note)))
+    return "".join(f'<div class="why">{units.prose(note)}</div>' for note in notes)
 
 
 def _formula(law) -> str:

@@ -22,10 +22,11 @@ from linnet.cli.fit.page import show_summary
 from linnet.config import ConfigError
 from linnet.laws.fit import fit_study
 from linnet.report import shell, write_report
-from linnet.report.figures import CROSS
+from linnet.report.figures import CROSS, laws
 from linnet.report.findings import _speed, findings
 from linnet.report.records import read_study
 from linnet.report.run import state_size, training_curves
+from linnet.report.tables import law_table
 from linnet.study.collect import load_study
 
 FIGURES = {
@@ -332,6 +333,23 @@ def test_too_few_budgets(study, write):
     page = write(study(architectures=("tnl", "hgrn2"), budgets=(2e11,), curves=False))
     assert re.search("Refused laws.*: L, Nopt and Dopt of tnl and hgrn2", page.text)
     assert {"isoflop-curves", "loss-against-state", "cost-of-runs"} <= set(page.specs())
+
+
+def test_two_budgets_have_reasons_in_place_of_intervals(study):
+    records = read_study(study(architectures=("tnl", "hgrn2"), budgets=(2e11, 4e11), widths=(16, 24, 32), curves=False))
+    table, figure = law_table(records), laws(records)
+    assert table.count("points of L(C) leave nothing to show the noise") == 2
+    assert table.count("the fit cannot be checked") == 2
+    assert figure is not None and "no law has an interval" in figure.caption and "its band is" not in figure.caption
+
+
+def test_a_whole_envelope_is_not_called_that_of_sizes_between_others(study):
+    several = training_curves(read_study(study(architectures=("tnl",), budgets=(2e11, 4e11))))
+    two = training_curves(read_study(study(architectures=("hgrn2",), budgets=(2e11, 4e11), widths=(16, 24))))
+    one = training_curves(read_study(study(architectures=("llama",), budgets=(2e11,), widths=(16,))))
+    assert several is not None and several.caption.endswith("a larger model were worse.")
+    assert two is not None and "For hgrn2 it is drawn whole" in two.caption and "were worse" not in two.caption
+    assert one is not None and "envelope" not in one.caption
 
 
 def test_an_architecture_of_which_nothing_ended_well(study, write):

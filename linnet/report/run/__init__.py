@@ -56,7 +56,7 @@ def training_curves(study: Study) -> Figure | None:
     domain_x, domain_y = style.padded(drawn["flops"], True, 0.02), style.padded(drawn["loss"], True, 0.02)
     shown = ("run", "architecture", "N", "D", "total C", "final loss", "state", "time", "folder")
     widths = alt.Scale(type="log", domain=style.padded(study.table["params_non_embedding"], True), range=[0.5, 2.2])
-    panels, columns = [], columns_for(len(names))
+    panels, columns, between, whole = [], columns_for(len(names)), [], []
     for name in names:
         curves = drawn[drawn["architecture"] == name]
         title = None if len(panels) % columns else "loss (nats per token)"
@@ -79,16 +79,27 @@ def training_curves(study: Study) -> Figure | None:
             strokeOpacity=canvas.fade(0.6),
             tooltip=canvas.tooltip(shown),
         )
-        seen = [row for row in _envelope(study, name) if row["C"] >= domain_x[0] and row["loss"] <= domain_y[1]]
+        points, inside = _envelope(study, name)
+        if points:
+            (between if inside else whole).append(name)
+        seen = [row for row in points if row["C"] >= domain_x[0] and row["loss"] <= domain_y[1]]
         envelope = canvas.chart(seen).mark_line(style=style.INK, strokeWidth=2, clip=True)
         layers = [lines, envelope.encode(x, y, strokeOpacity=canvas.fade())]
         panels.append(canvas.panel(canvas.layer(*layers), name, columns))
     caption = (
         "The training loss of every run while it spends its compute, one panel per architecture. Curves are means over "
         "bins of equal width in log C, thicker for larger models; hover over one for the run's size, tokens and "
-        "folder. Small models lead first and flatten, larger ones take over. The line on top is the smoothed lower "
-        "envelope: the lowest loss with that compute, as far as both a smaller and a larger model were worse."
+        "folder. Small models lead first and flatten, larger ones take over."
     )
+    if between or whole:
+        caption += " The line on top is the smoothed lower envelope: the lowest loss with that compute"
+        caption += ", as far as both a smaller and a larger model were worse" * bool(between)
+        if whole:
+            caption += (
+                f". For {units.listed(whole)} it is drawn whole, since no size between others has the lowest loss: "
+                "smaller or larger models may have a lower one"
+            )
+        caption += "."
     drawn = canvas.grid(panels, columns)
     return canvas.figure("training-curves", "Training curves and their envelope", caption, drawn)
 
@@ -147,12 +158,14 @@ def cost(study: Study) -> Figure | None:
     return canvas.figure("cost-of-runs", "What each run cost", caption, drawn)
 
 
-def _envelope(study: Study, name: str) -> list[dict]:
+def _envelope(study: Study, name: str) -> tuple[list[dict], bool]:
+    """Returns the points of the envelope to draw, and whether these are only points of sizes between others."""
     envelope = study.fits[name].envelope if name in study.fits else None
     points = sorted(envelope.points, key=lambda point: point["C"]) if envelope is not None else []
-    told = [point for point in points if point["inside"]]
-    points = told if len(told) > 1 else points
-    return [{"architecture": name, "C": point["C"], "loss": point["loss"]} for point in points]
+    between = [point for point in points if point["inside"]]
+    chosen = between if len(between) > 1 else points
+    drawn = [{"architecture": name, "C": point["C"], "loss": point["loss"]} for point in chosen]
+    return drawn, chosen is between
 
 
 def _cost_of_runs(canvas: Canvas, table):
