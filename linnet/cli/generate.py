@@ -84,7 +84,7 @@ def generate(
     from linnet import trust
     from linnet.data.chat.template import FILE, load_chat_template, special_tokens
     from linnet.runs import RunFolder
-    from linnet.runs.model import read_tokenizer
+    from linnet.runs.model import TEXT, read_config, read_tokenizer
 
     problems, text = [], ""
     with gather(problems):
@@ -113,17 +113,21 @@ def generate(
         sampling = parse_options(Sampling, values_of(decoding))
     refuse(problems, "command line")
     tokenizer, turn = read_tokenizer(folder), text
+    if tokenizer is None:
+        read_config(folder, allow_plugins, TEXT)  # models of other kinds, such as those of images, have none
+        fix = "put one into the folder, or send token ids to linnet serve"
+        raise ConfigError([f"{run}: has no tokenizer.json, which a prompt of text needs; {fix}"], "command line")
     if chat:
         template = load_chat_template(folder.path, tokenizer)
         if template is None:
             fix = "put one into the folder, or leave the option out"
-            raise ConfigError([f"--chat: {folder.path} has no {FILE} or no tokenizer; {fix}"], "command line")
+            raise ConfigError([f"--chat: {folder.path} has no {FILE}; {fix}"], "command line")
         turn = template.encode([{"role": "user", "content": text}])
         sampling = sampling.model_copy(update={"stop_tokens": [*sampling.stop_tokens, *template.turn_ends]})
     elif spelled := [
         token
         for token, number in special_tokens(tokenizer).items()
-        if tokenizer is not None and token in text and number not in tokenizer.encode(token)
+        if token in text and number not in tokenizer.encode(token)
     ]:
         message = f"the prompt spells the special token {spelled[0]!r}, which is read as text and not as the token"
         typer.echo(f"note: {message}; for a turn of a conversation give its text alone, with --chat", err=True)

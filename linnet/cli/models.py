@@ -60,6 +60,14 @@ def models(
     from linnet.models.recipes import table
     from linnet.models.registry import get_recipe, unknown_recipe
 
+    refuse(
+        [
+            f"{name}: is a file; name a recipe or a folder. For a training file: linnet train {name} --plan"
+            for name in names or []
+            if Path(name).is_file()
+        ],
+        "linnet models",
+    )
     folders = [name for name in names or [] if Path(name).is_dir()]
     names = [name for name in names or [] if name not in folders]
     configs = {name: _model_of(name) for name in folders} | _models_with(mixer or [])

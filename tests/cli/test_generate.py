@@ -16,6 +16,8 @@ from linnet.config import ConfigError
 from linnet.data import DataConfig
 from linnet.data.chat.template import ChatTemplate
 from linnet.inference import Engine, Sampling
+from linnet.models import ModelConfig, build_model
+from linnet.runs.model import save_model
 from linnet.train import TrainConfig, train
 
 PROMPT = "def parse"
@@ -171,3 +173,18 @@ def test_an_unknown_run_is_named(tmp_path):
     broken.write_bytes(b"ok \xff")
     done = CliRunner().invoke(app, ["generate", str(tmp_path), "--prompt-file", str(broken)])
     assert done.exit_code == 2 and "UTF-8: byte 3" in done.output and "run folder" in done.output
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(tmp_path):
+    config = ModelConfig(d_model=16, layout="tnl+sglu", options={"tnl": {"num_heads": 2}})
+    save_model(tmp_path / "bare", config, build_model(config).state_dict())
+    (tmp_path / "bare" / "model.safetensors").write_bytes(b"not read")
+    for arguments in (["Once"], ["Once", "--chat"]):
+        done = CliRunner().invoke(app, ["generate", str(tmp_path / "bare"), *arguments], terminal_width=200)
+        assert done.exit_code == 2 and "has no tokenizer.json" in done.output and "linnet serve" in done.output
+
+
+def test_a_model_of_images_is_not_asked_for_a_tokenizer(tmp_path):
+    (tmp_path / "config.yaml").write_text("objective: images\nmodel: vit-8px\n")
+    done = CliRunner().invoke(app, ["generate", str(tmp_path), "Once"], terminal_width=200)
+    assert done.exit_code == 2 and "is needed here" in done.output and "tokenizer" not in done.output

@@ -132,3 +132,9 @@ def test_the_caption_says_the_precision_of_caches_that_the_column_counts():
     bfloat16 = 2 * sizes[0]["num_layers"] * sizes[0]["d_model"] * 2  # bytes per token, of keys and values
     more = sizes[1]["state_bytes"] - sizes[0]["state_bytes"]
     assert more == pytest.approx(1024 * bfloat16, rel=0.01), "the cache also has the place of each token"
+
+
+def test_a_training_file_is_named_with_the_command_that_counts_it(tmp_path):
+    (tmp_path / "mine.yaml").write_text("model: tnl-10m\n")
+    done = CliRunner().invoke(app, ["models", str(tmp_path / "mine.yaml"), "tnl-10m"], terminal_width=300)
+    assert done.exit_code == 2 and f"linnet train {tmp_path / 'mine.yaml'} --plan" in done.output
