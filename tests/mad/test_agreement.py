@@ -81,10 +81,19 @@ def test_published_scores_stand_beside_scores_of_the_published_form_alone(no_fig
 
 
 def test_a_screen_page_is_labelled(no_figures, tmp_path):
-    folder = write_mad(tmp_path, NAMES, budget="screen")
+    folder = write_mad(tmp_path, NAMES, budget="screen", seeds=(0, 1))
     assert call("report", folder).exit_code == 0
     page = text_of(folder / "report/index.html")
     assert "Screen scores (26 of 66 settings" in page and "tasks tell the highest and the lowest apart" in page
+
+
+def test_one_seed_counts_no_tasks_that_tell_architectures_apart(no_figures, tmp_path):
+    """They may be 86 points apart, so "0 tasks tell them apart by 10 points" would read as no difference."""
+    folder = write_mad(tmp_path, NAMES, budget="screen")
+    assert call("report", folder).exit_code == 0
+    page = text_of(folder / "report/index.html")
+    assert "One seed does not say whether the highest and the lowest of a task differ" in page
+    assert "tasks tell" not in page and "tasks tell" not in call("agreement", folder).stdout
 
 
 @pytest.mark.thorough

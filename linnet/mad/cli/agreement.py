@@ -54,9 +54,9 @@ def agreement(
         ends = f"from {spread.worst} to {spread.best}" if spread.apart else "between scores that cannot be told apart"
         typer.echo(f"{spread.task:<18} {100 * spread.gap:5.1f} points {ends}")
     good = sum(spread.discriminates for spread in task_spreads)
-    if task_spreads:
+    if task_spreads and len({result.seed for result in results}) > 1:
         typer.echo(f"{good} of {len(task_spreads)} tasks tell two architectures apart by 10 points or more")
-    else:
+    elif not task_spreads:
         typer.echo(f"no comparison: it needs two architectures with every setting, and here are {whole}")
     for pair in seeds:
         typer.echo(
