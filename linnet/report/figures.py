@@ -107,7 +107,7 @@ def optima(study: Study) -> Figure | None:
     """N_opt and D_opt against C (paper 000, Figure 1, centre and right columns)."""
     canvas = Canvas(study)
     alt = canvas.alt
-    panels = []
+    panels, marked, ruled = [], False, False
     for quantity, kind, what in (("N_opt", "params", "optimal parameters N"), ("D_opt", "tokens", "optimal tokens D")):
         bands, lines, points = [], [], []
         for name, fit in study.fits.items():
@@ -119,6 +119,7 @@ def optima(study: Study) -> Figure | None:
         if not points + lines:
             continue
         spans = _spans(study) if quantity == "N_opt" else []
+        marked, ruled = marked or bool(bands or spans), ruled or bool(lines)
         reach = [row["value"] for row in points + lines] + [row[end] for row in spans for end in ("low", "high")]
         x = style.axis(alt, "flops", style.padded([row["C"] for row in points + lines], True), most=5)
         y = style.axis(alt, kind, style.padded(reach, True), what)
@@ -131,9 +132,10 @@ def optima(study: Study) -> Figure | None:
         return None
     caption = (
         "How a compute-optimal run divides its compute: model size (first panel) and training tokens (second panel) "
-        "of the lowest loss, against the budget. Bands and bars are 95 % bootstrap intervals, dashes lie beyond the "
-        "data. Hollow points are lowest losses at the edge of the sizes and do not count. "
+        "of the lowest loss, against the budget. "
     )
+    caption += "Bands and bars are 95 % bootstrap intervals. " * marked + "Dashes lie beyond the data. " * ruled
+    caption += "Hollow points are lowest losses at the edge of the sizes and do not count. "
     caption += (
         "The laws follow from the surface L(N, D) fitted to all runs, the points from a parabola in each budget."
         if study.fit.allocation == "parametric"

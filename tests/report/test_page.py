@@ -22,7 +22,7 @@ from linnet.cli.fit.page import show_summary
 from linnet.config import ConfigError
 from linnet.laws.fit import fit_study
 from linnet.report import shell, write_report
-from linnet.report.figures import CROSS, laws
+from linnet.report.figures import CROSS, laws, optima
 from linnet.report.findings import _speed, findings
 from linnet.report.records import read_study
 from linnet.report.run import state_size, training_curves
@@ -105,6 +105,8 @@ def write(monkeypatch, quick_fits):
 def test_page_and_pictures_are_where_they_were_promised(ladder):
     folder, path = ladder
     assert path == folder / "report" / "index.html"
+    source = path.read_text()
+    assert "its band is the 95 %" in source and "Bands and bars are 95 %" in source and "Dashes lie" in source
     for name in FIGURES:
         assert (path.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         svg = (path.parent / f"{name}.svg").read_text()
@@ -341,6 +343,8 @@ def test_two_budgets_have_reasons_in_place_of_intervals(study):
     assert table.count("points of L(C) leave nothing to show the noise") == 2
     assert table.count("the fit cannot be checked") == 2
     assert figure is not None and "no law has an interval" in figure.caption and "its band is" not in figure.caption
+    sizes = optima(records)
+    assert sizes is not None and "Bands" not in sizes.caption and "Dashes" not in sizes.caption
 
 
 def test_a_whole_envelope_is_not_called_that_of_sizes_between_others(study):
