@@ -97,10 +97,13 @@ def test_a_study_takes_it_by_its_file(tmp_path):
 def test_what_the_docs_show_of_it_is_so(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs" / "mixers.md").read_text(), re.MULTILINE | re.DOTALL)
-    drops, positions, costs, _, hf = (code for language, code in blocks if language == "python")
+    drops, positions, convolution, costs, _, hf = (code for language, code in blocks if language == "python")
     assert "load_plugin(" in hf  # of a folder that is not there
     exec(drops, {})
     exec(positions, {})
+    names: dict = {}
+    exec(convolution, names)
+    assert names["nothing"] is None and names["state"].shape == (2, 3, 16) and names["y"].shape == (2, 16)
     exec(costs, {})
     assert capsys.readouterr().out.split()
     layout, parallel, expanded, delta, rwkv, mamba, filters, images, _, file = (
