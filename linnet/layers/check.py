@@ -3,8 +3,10 @@
 tests/layers/test_mixers.py tests the package's own mixers more thoroughly.
 """
 
+import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
@@ -108,8 +110,45 @@ def check_mixer(
             if not problems:
                 with gather(problems):
                     _costs(cls, config, LayerContext(d_model=d_model, norm=norm, causal=causal, axes=axes))
+                if names := _redrawn(cls, config, context):
+                    warnings.warn(
+                        f"mixer {spec!r}: the values that __init__ gives to {', '.join(names)} are lost: a model draws "
+                        "the weights of nn.Linear and nn.Embedding and sets their biases to 0; keep first values of "
+                        "your own in an nn.Parameter of the mixer, or set starts_zero = True on a layer whose weight "
+                        "is to start at zero",
+                        stacklevel=2,
+                    )
     if problems:
         raise ConfigError([f"mixer {spec!r}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
+
+
+def _redrawn(cls: type[Mixer], config: Config, context: LayerContext) -> list[str]:
+    """Returns the weights and biases that the constructor sets, and that a model then draws or sets to 0."""
+    first: dict[nn.Module, dict[str, Tensor]] = {}
+
+    def remembering(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+        def reset_parameters(module: nn.Module) -> None:
+            reset(module)
+            first[module] = {name: p.detach().clone() for name, p in module.named_parameters(recurse=False)}
+
+        return reset_parameters
+
+    with contextlib.ExitStack() as stack:
+        for kind in (nn.Linear, nn.Embedding):
+            reset = kind.reset_parameters
+            stack.callback(setattr, kind, "reset_parameters", reset)
+            kind.reset_parameters = remembering(reset)  # type: ignore[method-assign]
+        mixer = cls(config, context)
+    names = []
+    for path, module in mixer.named_modules():
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            before = first.get(module, {}).get(name)
+            kept = not parameter.any() and (name == "bias" or getattr(module, "starts_zero", False))
+            if not kept and (before is None or not torch.equal(parameter.detach(), before)):
+                names.append(f"{path}.{name}")
+    return names
 
 
 def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype, packs: bool) -> list[str]:

@@ -1,6 +1,7 @@
 """Mistakes in a user's file are reported before any work, and a right file passes."""
 
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,27 @@ def test_no_mixer_of_the_package_would_be_refused(outside, name, causal):
     )
     options = {"kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5} if name == "mla" else {}
     check_mixer(spec, options, 32, "layernorm", causal, 1 if causal else 2, packs=True)
+
+
+STARTS = {  # lines of a constructor -> what of it a model draws again
+    "nn.init.ones_(self.out.bias)": "out.bias",
+    "self.out.bias.data = torch.ones(16)": "out.bias",
+    "self.out.weight = nn.Parameter(torch.eye(16))": "out.weight",
+    "nn.init.zeros_(self.out.weight)": "out.weight",
+    "nn.init.zeros_(self.out.weight); self.out.starts_zero = True": "",
+    "nn.init.zeros_(self.out.bias)": "",
+    "self.mine = nn.Parameter(torch.ones(3))": "",
+}
+
+
+@pytest.mark.parametrize("line", STARTS)
+def test_first_values_that_a_model_draws_again_are_warned_about(outside, line):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_mixer(outside([(INIT, line, "")]), {}, 16)
+    told = [str(warning.message) for warning in caught if "__init__" in str(warning.message)]
+    assert len(told) == bool(STARTS[line]) and all(STARTS[line] in message for message in told)
+    assert torch.nn.Linear(2, 2).weight.any() and "remember" not in repr(torch.nn.Linear.reset_parameters)
 
 
 def test_the_example_passes_fast_and_leaves_the_generator_alone():
