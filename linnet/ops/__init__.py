@@ -2,9 +2,10 @@
 activations and rotations are not registered: where none of their kernels runs, they are PyTorch's own operations.
 
 Layout [B, T, H, D]; an op with a state returns (o, final_state or None), but `short_convolution` o alone unless the
-state is asked for, and has a `step` for one token, which updates the state in place. `use_backend` chooses the form that runs, `debug` turns on checks of values. On a GPU a call that misses the fast
-kernels of its op warns once (`SlowPathWarning`). Inside `linnet.ops.sequence.sequence_parallel` rows are spans of
-longer rows: `initial_state` is then that before the whole row, and the final state that after the span.
+state is asked for, and has a `step` for one token, which updates the state in place. `use_backend` chooses the form
+that runs, `debug` turns on checks of values. On a GPU a call that misses the fast kernels of its op warns once
+(`SlowPathWarning`). Inside `linnet.ops.sequence.sequence_parallel` rows are spans of longer rows: `initial_state` is
+then that before the whole row, and the final state that after the span.
 """
 
 from linnet.ops.activation import gated_activation
