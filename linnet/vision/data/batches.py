@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from linnet.config import ConfigError, refuse
+from linnet.data.images import decode
 from linnet.data.labelled import LabelledBatches
 from linnet.data.order import hash64, shuffled
 from linnet.data.sizes import BatchSizes
@@ -212,7 +213,7 @@ def _ignore_interrupts(number: int) -> None:
 # imports torchvision, which must be built for the torch that is installed; both are imported only here.
 
 POLICY = "rand-m9-mstd0.5-inc1"
-SMALL = 32  # pixels up to which an image is padded by 4 and cropped, not cropped and resized (DeiT's code)
+SMALL = 32  # side up to which an image of this side is padded by 4 and cropped, not cropped and resized (DeiT's code)
 
 
 class DeitTransform:
@@ -241,7 +242,7 @@ class DeitTransform:
         made = torch.empty(len(indices), 3, self._split.side, self._split.side)
         try:
             for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-                image = self._split.image(int(index))
+                image = self._image(int(index))
                 self._seed_all(int(sample))
                 made[row] = self._transform(image) * self._std + self._mean  # timm returns normalised pixels
         finally:
@@ -249,6 +250,12 @@ class DeitTransform:
             np.random.set_state(states[1])
             torch.default_generator.set_state(states[2])
         return made
+
+    def _image(self, index: int) -> "Image":
+        """Returns an image at its own size, of which a crop is resized; a small one as it is scored, for a shift."""
+        if self._split.side > SMALL:
+            return self._split.image(index)
+        return decode.from_pixels(self._split.images([index])[0].numpy())
 
     def _seed_all(self, sample: int) -> None:
         # timm draws from all three generators.

@@ -100,6 +100,21 @@ def test_the_strongest_posterize_makes_an_image_black(timm, corpus):
     assert np.asarray(op(corpus.train.image(0))).any()
 
 
+@pytest.mark.parametrize("side, seen", [(32, (32, 32)), (40, (60, 50))])
+def test_a_small_image_is_shifted_at_the_size_at_which_it_is_scored(corpus, tmp_path, monkeypatch, side, seen):
+    """A crop of 32 pixels of a photo at its own size would be another picture than the one that is scored."""
+    images = []
+    transform = (lambda image: images.append(image) or torch.zeros(3, side, side), (0.0,) * 3, (1.0,) * 3)
+    monkeypatch.setattr(batches, "check_deit", lambda channels: [])
+    monkeypatch.setattr(batches, "_transform", lambda side: transform)
+    config = ImageDataConfig(source=corpus.metadata["config"]["source"], size=side)
+    split = prepare_images(config, tmp_path).train
+    batches.DeitTransform(split, 0).images(np.array([3]), np.array([0]))
+    assert images[0].size == seen
+    if side == 32:
+        assert np.array_equal(np.asarray(images[0]).transpose(2, 0, 1), split.images([3])[0].numpy())
+
+
 def test_grey_images_are_refused(tmp_path):
     digits = prepare_images(ImageDataConfig(), tmp_path)
     with pytest.raises(ConfigError, match="augment.kind: deit needs RGB images, but these have 1 channels"):
