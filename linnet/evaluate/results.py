@@ -227,8 +227,10 @@ def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:
     rows = [row for row in folder.metrics() if row.get("step")] if step is not None else []
     read: dict[str, float | None] = {"tokens": None, "flops": None}
     for name in ("tokens", "images", "flops"):
-        if counted := [row for row in rows if name in row]:  # all are proportional to the step
-            value = counted[-1][name] / counted[-1]["step"] * step
+        if counted := [row for row in rows if name in row]:
+            # They grow in proportion to the step, but not while the batch grows (`batch_ramp`).
+            row = min(counted, key=lambda row: abs(row["step"] - step))
+            value = row[name] / row["step"] * step
             read[name] = value if name == "flops" else round(value)
     return {
         "run": folder.path.resolve().name,

@@ -102,6 +102,17 @@ def test_the_model_is_that_of_the_checkpoint_whose_weights_were_read(tmp_path):
     assert (found["step"], found["tokens"]) == (10, 1000)
 
 
+def test_an_earlier_checkpoint_of_a_growing_batch_has_read_what_its_own_row_says(tmp_path):
+    config = family("tnl")(32, 2, vocab_size=256)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": config.model_dump(mode="json")}))
+    rows = [{"step": 5, "tokens": 50, "flops": 5e5}, {"step": 10, "tokens": 150, "flops": 1.5e6}]
+    rows += [{"step": 20, "tokens": 550, "flops": 5.5e6}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checkpoint.save(tmp_path / "checkpoints", 10, {"model": build_model(config).state_dict()}, {})
+    found = describe_model(RunFolder.open(tmp_path), load_checkpoint(tmp_path))
+    assert (found["step"], found["tokens"], found["flops"]) == (10, 150, 1.5e6)
+
+
 def test_scores_have_no_absurd_decimals():
     shown = {2.5: "2.5000", 999.98765: "999.9877", 571676.04: "571,676", 1.5e7: "1.5e+07"}
     assert {value: shown_score(value) for value in shown} == shown
