@@ -44,6 +44,13 @@ _TAG = re.compile(
     r"<(/?)([A-Za-z][A-Za-z0-9-]{0,40}+)(?=[\s/>])"
     r"(?:(?:[^<>\"'\udfff]++|\"[^\"<\udfff]*+\"|'[^'<\udfff]*+')*+|[^<>\udfff]*+)>"
 )
+# What follows the name in a start tag: attributes, of which the first ones may lack a value. `a <b and c> d` has none.
+_BARE = (
+    "allowfullscreen async autofocus autoplay border checked compact controls default defer disabled formnovalidate "
+    "hidden inert ismap itemscope loop multiple muted nohref nomodule noresize noshade novalidate nowrap open "
+    "playsinline readonly required reversed selected"
+).split()
+_ATTRIBUTES = re.compile(rf"(?:[\s/]++(?:{'|'.join(_BARE)})(?=[\s/>]))*+[\s/]*+(?:>|[^\s\"'<>/=\udfff]++\s*+=)", re.I)
 _DECLARATION = re.compile(r"<(?:![A-Za-z]{4,10}\b[^<>\udfff]*+|\?xml\b[^<>\udfff]*+)>", re.I)
 _END_TAG = re.compile(r"</([A-Za-z][A-Za-z0-9-]{0,40}+)[\s>]")
 _CLOSE = re.compile(r"</(script|style|svg)\s{0,9}+>", re.I)
@@ -216,6 +223,8 @@ def find_html(text: str) -> list[tuple[int, int, str]]:
         if name not in ELEMENTS and "-" not in name:  # a name with a hyphen is a custom element
             continue
         end = match.end()
+        if not match[1] and "-" not in name and not _ATTRIBUTES.match(text, match.end(2)):
+            continue
         if name not in closed and name not in ALONE and end - match.start() == len(name) + 2:
             continue
         if name in closes and not match[1]:
