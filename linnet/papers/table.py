@@ -171,7 +171,12 @@ def _cells(work: Work, records: Mapping[str, Sequence[Record]]):
                 key, source = (row, column), step.columns.get(column, column)
                 if key in explicit and column not in step.columns:
                     continue
-                measured = _measured(mine, source)
+                measured = None
+                if labels := _ambiguous(mine, source):
+                    which = f"{' and '.join(labels)} are all row {row} and have {source}"
+                    notes.append(f"{name}: {which}; map one of them to another row (`rows`)")
+                else:
+                    measured = _measured(mine, source)
                 if measured is not None:
                     cells[key] = measured
                     if column in step.columns:
@@ -202,6 +207,13 @@ def _best(step: Step, records: Sequence[Record], wanted: set[str], notes: list[s
         ranked = sorted((r for r in done if column in r.values), key=lambda r: sign * r.values[column])
         chosen.append(ranked[0] if ranked else group[0])
     return chosen
+
+
+def _ambiguous(records: Sequence[Record], source: str) -> list[str]:
+    """Returns the labels of one row of which several have a value of one seed; [] if at most one has."""
+    samples = [record for record in records if scaled(source)[0] in record.values]
+    seeds = [record.seed for record in samples]
+    return list(dict.fromkeys(record.label for record in samples)) if len(set(seeds)) < len(seeds) else []
 
 
 def _measured(records: Sequence[Record], source: str) -> Measured | None:

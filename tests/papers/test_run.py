@@ -78,6 +78,18 @@ def test_a_full_form_is_reproduced_by_the_numbers_of_its_own_runs(library, train
     assert table(work, {})["outcome"]["says"] == "not reproduced"
 
 
+def test_a_row_that_two_labels_measure_has_no_number_and_a_note(library, trained):
+    request, _ = trained
+    (work,) = prepare(library, library.find("900", ["table1"]), request)
+    step = work.every["train"].step
+    mapped = step.model_copy(update={"rows": {**step.rows, "other": "tnl"}})
+    work = replace(work, every={**work.every, "train": replace(work.every["train"], step=mapped)})
+    records = [Record(label, seed, {"loss": loss}) for label, loss in (("tnl", 2.0), ("other", 3.0)) for seed in (0, 1)]
+    result = table(work, {"train": Outcome([*records, Record("attention", 0, {"loss": 2.5})])})
+    assert "measured" not in result["rows"]["tnl"]["loss"] and result["rows"]["attention"]["loss"]["measured"] == 2.5
+    assert any("tnl and other are all row tnl" in note for note in result["notes"])
+
+
 def test_a_reduced_form_names_its_models_and_shows_no_print_that_no_claim_compares(tmp_path):
     (work,) = prepare(LIBRARY, LIBRARY.find("000", ["table4"]), Request(scale="reduced", out=tmp_path, planning=True))
     trained = [Record("llama 16x1", seed, {"loss": 2.0, "params_total": 14304}) for seed in (0, 1)]
