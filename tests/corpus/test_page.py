@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.config import Config, ConfigError
 from linnet.corpus.documents import read_part
-from linnet.corpus.page import _cuts, _examples, visible, write_corpus
-from linnet.corpus.page.records import read_corpus
+from linnet.corpus.page import _cuts, _examples, _stage_table, visible, write_corpus
+from linnet.corpus.page.records import CorpusRecords, Step, read_corpus
 from linnet.corpus.stage import open_stage, run_stage
 from linnet.data import load_tokenizer
 
@@ -136,6 +136,24 @@ def test_the_last_stage_alone_has_all_counts_and_one_stage_is_enough(corpus):
     assert alone["total"]["tokens"] is None and alone["total"]["documents"] == 28
     clean = read_corpus([corpus / "clean"]).values()
     assert [stage["name"] for stage in clean["stages"]] == ["clean"] and clean["scores"] == {}
+
+
+def test_what_is_left_is_a_share_of_the_files_read_also_from_the_last_stage_alone(corpus, page, tmp_path):
+    alone = write_corpus([corpus / "filter"], tmp_path / "page.html")[0].read_text(encoding="utf-8")
+    found = r"<li>([\d.]+.% of the bytes and [\d.]+).% of the documents"
+    left = [re.search(found, text)[1] for text in (page[1], alone)]
+    assert left[0] == left[1] and left[0].endswith("and 70.0")  # 28 of 40
+    assert "read by clean" in alone and "read by score" not in alone
+
+
+def test_documents_with_evaluation_items_are_no_duplicates():
+    counts = {"documents read/a": 20, "documents written/a": 8, "bytes read/a": 20, "bytes written/a": 8}
+    counts |= {"documents removed/exact copy/a": 4, "documents removed/near copy/a": 1}
+    values = {"labels": ["a"], "counts": counts | {"documents removed/evaluation item/a": 7}, "settings": {}}
+    step = Step("dedup", None, values)
+    assert sum(step.drops().values()) == 12
+    table = _stage_table(CorpusRecords("a", [step], [], {}))
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", table)[-1] == "5"
 
 
 def test_a_part_of_the_bytes_stands_for_all(corpus):

@@ -14,7 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from linnet.config import FIGURES, check_study
-from linnet.corpus.page.records import MEASURED, CorpusRecords, Step, Tally, is_hidden, plain, quantiles, read_corpus
+from linnet.corpus.page.records import (
+    COPIES,
+    MEASURED,
+    REMOVED,
+    CorpusRecords,
+    Step,
+    Tally,
+    is_hidden,
+    plain,
+    quantiles,
+    read_corpus,
+)
 from linnet.data.tokenizer import Tokenizer
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
@@ -44,13 +55,12 @@ def stages(found: CorpusRecords) -> Figure | None:
     """Bytes that each stage leaves, by source."""
     rows, order = [], []
     for step in found.steps:
-        # A stage that reads sources, not a stage, starts a chain.
-        ends = ("read",) if not step.values.get("history") else ()
+        ends = ("read",) if step.raw else ()  # a stage that reads files starts a chain
         for end in (*ends, "written"):
             name = f"read by {step.name}" if end == "read" else f"after {step.name}"
             order.append(name)
             for label in step.labels:
-                documents, size = step.of(f"documents {end}", label), step.of(f"bytes {end}", label)
+                documents, size = (step.of(f"{unit} {end}", [label]) for unit in ("documents", "bytes"))
                 words = f"{units.plural(documents, 'document')}, {units.size(size)}"
                 rows.append({"stage": name, "architecture": plain(label), "bytes": size, "holds": words})
     if not any(row["bytes"] for row in rows):
@@ -280,9 +290,9 @@ def _lead(records: CorpusRecords) -> str:
 def _findings(records: CorpusRecords) -> list[str]:
     lines = []
     total = records.total
-    first = [step for step in records.steps if not step.values.get("history")]
-    read = sum(step.of("bytes read") for step in first)
-    documents = sum(step.of("documents read") for step in first)
+    read, documents = (
+        sum(step.of(f"{unit} read", step.raw) for step in records.steps) for unit in ("bytes", "documents")
+    )
     if read:
         share = (
             f"{units.percent(total.bytes / read, 3)} of the bytes and {units.percent(total.documents / documents, 3)}"
@@ -292,7 +302,7 @@ def _findings(records: CorpusRecords) -> list[str]:
     if drops:
         number, step, reason = max(drops, key=lambda drop: drop[0])
         out = sum(number for number, *_ in drops)
-        most = f"most of them ({number:,}) by {visible(step.name)}: {visible(reason)}"
+        most = f"the most ({number:,}) by {visible(step.name)}: {visible(reason)}"
         lines.append(f"{units.plural(out, 'document')} were left out, {most}.")
     if len(records.sources) > 1 and total.bytes:
         name, tally = next(iter(records.sources.items()))
@@ -369,7 +379,8 @@ def _stage_table(records: CorpusRecords) -> str:
     for step in records.steps:
         documents, left = step.of("documents read"), step.of("documents written")
         size, kept = step.of("bytes read"), step.of("bytes written")
-        removed = sum(n for key, n in step.counts.items() if key.startswith("documents removed/"))
+        copies = [f"{REMOVED}/{reason}/" for reason in COPIES]
+        removed = sum(n for key, n in step.counts.items() if key.startswith(tuple(copies)))
         cells = [
             f"{documents:,}",
             f"{left:,} ({units.percent(left / documents, 3)})" if documents else f"{left:,}",

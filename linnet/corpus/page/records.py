@@ -21,6 +21,7 @@ MEASURED = 64 << 20  # bytes of text whose scripts, scores and tokens are looked
 BATCH = 1 << 22  # bytes of text that are encoded at a time
 DROPPED = ("dropped", "left out")  # groups of counts of documents that a stage leaves out
 REMOVED = "documents removed"  # the same by source: documents removed/REASON/SOURCE
+COPIES = ("exact copy", "near copy", "all lines copied")  # reasons that are duplicates; an evaluation item is none
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,10 +57,15 @@ class Step:
         """What the scores of its examples are nats per: "byte" or "letter"."""
         return (self.values.get("settings") or {}).get("per", "byte")
 
-    def of(self, unit: str, label: str | None = None) -> int:
-        """Returns a count by source, such as "documents read": that of a source, or the sum of all."""
-        labels = self.labels if label is None else [label]
-        return sum(self.counts.get(f"{unit}/{source}", 0) for source in labels)
+    @property
+    def raw(self) -> list[str]:
+        """Labels of the sources that the stage read as files, and not from a stage before it."""
+        inputs = self.values.get("inputs") or []
+        return [source["label"] for source in inputs if source.get("kind") == "files"]
+
+    def of(self, unit: str, labels: Sequence[str] | None = None) -> int:
+        """Returns a count by source, such as "documents read": the sum over these sources, or over all."""
+        return sum(self.counts.get(f"{unit}/{source}", 0) for source in (self.labels if labels is None else labels))
 
     def group(self, name: str) -> dict[str, int]:
         """Returns the counts `NAME.X` by X, the largest first."""
@@ -203,8 +209,8 @@ def read_corpus(
     for step in last:
         for label in step.labels:
             tally = sources.setdefault(label, Tally())
-            tally.documents += step.of("documents written", label)
-            tally.bytes += step.of("bytes written", label)
+            tally.documents += step.of("documents written", [label])
+            tally.bytes += step.of("bytes written", [label])
     order = sorted(sources, key=lambda label: (-sources[label].bytes, label))
     records = CorpusRecords(
         ", ".join(dict.fromkeys(step.folder.resolve().name for step in last if step.folder)),
