@@ -10,7 +10,7 @@ from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
 from linnet.data.tokenizer import train_bpe
 from linnet.evaluate.retrieval import needle
-from linnet.evaluate.retrieval.needle import NeedleConfig, items, run_needle, share_found
+from linnet.evaluate.retrieval.needle import NeedleConfig, hidden_digest, items, run_needle, share_found
 from linnet.inference import Engine
 from linnet.models import build_model, family
 
@@ -86,6 +86,26 @@ def test_rivals_look_like_the_answer_and_are_nine(digits):
     [(_, _, item)] = items(NeedleConfig(lengths=[300], depths=[0.5], digits=digits), TOKENIZER)
     assert len({item.answers[0], *item.rivals}) == 10
     assert all(len(rival) == digits and rival.isdigit() for rival in item.rivals)
+
+
+def test_with_several_keys_wrong_answers_are_values_of_the_text():
+    """A model that copies any number of the text must not be right."""
+    for variant, found in {"multikey": 3, "multiquery": 9}.items():
+        config = NeedleConfig(lengths=[900], depths=[0.5], samples=5, variant=variant)
+        for _, _, item in items(config, TOKENIZER):
+            text = TOKENIZER.decode(item.prompt.tolist())
+            assert len({", ".join(item.answers), *item.rivals}) == 10
+            assert sum(all(part in text for part in rival.split(", ")) for rival in item.rivals) == found
+
+
+def test_results_by_choice_compare_only_if_their_wrong_answers_do():
+    digests = {
+        (variant, scoring): hidden_digest(NeedleConfig(lengths=[900], depths=[0.5], variant=variant, scoring=scoring))
+        for variant in ("single", "multikey")
+        for scoring in ("match", "choice")
+    }
+    assert digests["single", "match"] == digests["single", "choice"]
+    assert digests["multikey", "match"] != digests["multikey", "choice"]
 
 
 def test_what_cannot_be_asked(tmp_path):

@@ -132,6 +132,7 @@ class Question:
     needles: tuple[str, ...]  # the first lies at the requested depth, the others at random depths
     asked: str  # the end of the prompt, which the answer continues
     answers: tuple[str, ...]
+    confused: tuple[str, ...] = ()  # wrong answers that a model gives which finds the values, but not whose they are
 
 
 def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int, Item]]:
@@ -242,13 +243,14 @@ def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Quest
             needle = f"{ask(key)} {value}." if config.mode == "easy" else state(key, value)
             return Question((needle,), ask(key), (value,))
         case "multikey":
-            return Question(tuple(map(state, keys, values)), ask(keys[0]), (values[0],))
+            return Question(tuple(map(state, keys, values)), ask(keys[0]), (values[0],), tuple(values[1:]))
         case "multivalue":
             key, needles = keys[0], tuple(state(keys[0], value) for value in values)
             return Question(needles, f"Question: What are all numbers of the {key}? Answer: They are", tuple(values))
         case "multiquery":
             asked = "Question: What are the numbers of the " + ", the ".join(keys) + "? Answer: They are"
-            return Question(tuple(map(state, keys, values)), asked, tuple(values))
+            others = tuple(map(", ".join, itertools.permutations(values)))[1:]
+            return Question(tuple(map(state, keys, values)), asked, tuple(values), others)
         case "tracking":
             names = ["".join(generator.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), 5)) for _ in range(VALUES)]
             links = [f"VAR {names[0]} = {values[0]}."]
@@ -270,6 +272,7 @@ def _questions(config: NeedleConfig) -> Iterator[str]:
     for length, row, sample in grid:
         question = draw_question(config, _generator(config, length, row, sample))
         yield from (*question.needles, question.asked, *question.answers)
+        yield from question.confused if config.scoring == "choice" else ()
 
 
 def _generator(config: NeedleConfig, length: int, row: int, sample: int) -> np.random.Generator:
@@ -334,7 +337,7 @@ def _hide(
         hay.append(text)
         room -= size
     others = generator.random(len(question.needles) - 1)  # depths of all needles but the first
-    rivals = _rivals(question.answers, generator)
+    rivals = _rivals(question, generator)
     while True:
         places = [round(depth * len(hay)), *sorted((others * (len(hay) + 1)).astype(int).tolist())]
         parts = list(hay)
@@ -346,11 +349,15 @@ def _hide(
         hay.pop()  # the whole text has more tokens than its parts together
 
 
-def _rivals(answers: Sequence[str], generator: np.random.Generator) -> tuple[str, ...]:
-    """Returns `RIVALS` different wrong answers of the same form and length, so that one answer in ten is right."""
-    candidates: dict[str, None] = {", ".join(answers): None}
+def _rivals(question: Question, generator: np.random.Generator) -> tuple[str, ...]:
+    """Returns `RIVALS` different wrong answers of the same form and length, so that one answer in ten is right.
+
+    Those that the text suggests come first.
+    """
+    chosen = generator.permutation(len(question.confused))[:RIVALS]
+    candidates: dict[str, None] = dict.fromkeys([", ".join(question.answers), *(question.confused[i] for i in chosen)])
     while len(candidates) <= RIVALS:
-        candidates[", ".join(_like(answer, generator) for answer in answers)] = None
+        candidates[", ".join(_like(answer, generator) for answer in question.answers)] = None
     return tuple(candidates)[1:]
 
 
