@@ -101,8 +101,9 @@ def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress:
         cache: folder of prepared data.
         progress: is called with each row of the record, with {"event": "data", ...} while data are prepared, with
             {"event": "unfinished", "text"} if a begun run differs in a few keys only, with
-            {"event": "start", "step", "steps", "path"} before the first step, and with {"event": "scoring", "step",
-            "done", "total"} (tokens) while held-out data are scored.
+            {"event": "start", "step", "steps", "path"} before the first step (with the `units` of the whole training if
+            its batch grows), and with {"event": "scoring", "step", "done", "total"} (tokens) while held-out data are
+            scored.
 
     Raises:
         ConfigError: lists all problems with what the configuration names; nothing was trained, no folder was created.
@@ -333,6 +334,9 @@ class Run:
         if path is not None:
             self.clock.load(meta["clock"])
         event = {"event": "start", "step": self.session.step, "steps": self.steps, "path": str(self.folder.path)}
+        if self.config.batch_ramp is not None:  # otherwise each step reads as much as the others
+            rows = self.config.batch_sizes.first(self.steps)
+            event["units"] = round(rows / self.config.batch_size * self.objective.costs.units)
         if self.progress is not None:
             self.progress(event)
         if problems and self.main:

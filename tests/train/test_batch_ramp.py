@@ -52,7 +52,10 @@ def test_a_stopped_run_goes_on_with_the_same_bits(settings, cache, tmp_path, who
 
     with pytest.raises(KeyboardInterrupt):
         train(settings(**GROWING), tmp_path, cache, progress=stop)
-    run = train(settings(**GROWING), tmp_path, cache)
+    seen = []
+    run = train(settings(**GROWING), tmp_path, cache, progress=seen.append)
+    [start] = [row for row in seen if row.get("event") == "start"]
+    assert (start["step"], start["units"]) == (4, run.result()["tokens"])
     assert record(run) == record(whole)
     weights = [checkpoint.load(one.checkpoints()[-1])[0]["model"] for one in (run, whole)]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])

@@ -25,6 +25,8 @@ def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
     assert shown([START, ROW, ROW]) == ""
     monkeypatch.setattr(monitor, "QUIET", 0.0)
     assert shown([START, ROW]) == "step 25 of 100  loss 3.2500  10 tokens/s  12:30 left\n"
+    # A batch that grows: the steps to come read more than those before.
+    assert "12:30 left" not in (text := shown([START | {"units": 20_000}, ROW])) and "29:10 left" in text
     assert "41.5% of peak" in shown([START, ROW | {"flop_utilisation": 0.415}])
 
 

@@ -279,6 +279,7 @@ class TerminalProgress:
         )
         self._task = self._bar.add_task("data", total=None, state="")
         self._steps, self._printed = 0, time.monotonic()
+        self._total: int | None = None  # units of the whole training; None if all steps read the same number
         self._scoring, self._told = 0.0, False  # start time of scoring, and whether a line reported it
 
     @property
@@ -328,7 +329,7 @@ class TerminalProgress:
     def _start(self, row: dict) -> None:
         if self._before is not None:
             self._before(row["steps"])
-        self._steps = row["steps"]
+        self._steps, self._total = row["steps"], row.get("units")
         self._bar.update(self._task, description="training", completed=row["step"], total=row["steps"], state="")
         if row["step"]:
             self._say(f"continuing from step {row['step']:,} of {row['steps']:,}")
@@ -354,7 +355,8 @@ class TerminalProgress:
         if "loss" not in row:  # a point of the curve between two rows
             return
         speed = row[f"{self._units}_per_second"]
-        left = (self._steps - row["step"]) * row[self._units] / row["step"] / speed
+        total = self._total or self._steps * row[self._units] / row["step"]
+        left = max(0.0, total - row[self._units]) / speed
         state = f"loss {row['loss']:.4f}  {speed:,.0f} {self._units}/s  {duration(left)} left"
         if row["flop_utilisation"] is not None:
             state += f"  {row['flop_utilisation']:.1%} of peak"
