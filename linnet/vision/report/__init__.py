@@ -145,6 +145,9 @@ def _classifier_lead(found: Classifier) -> str:
         low, high = record.detail["wilson"]["accuracy"]
         text += f" Of {record.detail['images']:,} {_scored(record)}, <b>{_accuracy(found):.2%}</b> are right "
         text += f"(95 % interval {low:.2%} to {high:.2%}; guessing: {1 / len(record.detail['classes']):.2%})."
+        step, last = record.model.get("step"), max((row["step"] for row in found.curve), default=0)
+        if step is not None and step < last:
+            text += f" <b>These are scores of step {step:,}</b>, and the training is at step {last:,}; evaluate again."
     elif finite(result.get("accuracy")):
         text += f" Held-out accuracy: <b>{result['accuracy']:.2%}</b>."
     return text

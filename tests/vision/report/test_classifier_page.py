@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -55,7 +56,21 @@ def test_page_without_and_with_an_evaluation(trained, tmp_path):
     assert all(f'id="{name}"' in page for name in ("training", "calibration", "confusions", "scores"))
     assert page.count("data:image/png;base64,") == 24 and "95 % interval" in page
     assert not re.search(r'(src|href)="https?://', page)  # it needs no network
+    assert "scores of step" not in page
     assert {path.suffix for path in (tmp_path / "after").iterdir()} == {".html", ".png", ".svg"}
+
+
+def test_scores_of_an_earlier_step_are_said_to_be(trained, tmp_path):
+    runs, cache = trained
+    shutil.copytree(runs["attention"], copy := tmp_path / "run")
+    evaluator = ImageEvaluator(cache=cache)
+    evaluation = evaluator.run(prepare(copy, [evaluator]))
+    replace(evaluation, model=evaluation.model | {"step": 2}).save(copy)
+    for path in (copy / "evaluations").glob("images-*.json"):
+        if '"step": 4' in path.read_text():
+            path.unlink()
+    page = write_classifier(copy, tmp_path / "index.html").read_text()
+    assert "These are scores of step 2</b>, and the training is at step 4" in page
 
 
 def test_a_damaged_configuration_is_named(trained, tmp_path):
