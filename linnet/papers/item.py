@@ -7,6 +7,7 @@ item has Python of its own. Importing this module does not import torch.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -111,9 +112,9 @@ class Published(Config):
         if expected is None or bound is None:
             return None
         if bound == "digits":
-            printed = str(self.rows[row][column])
-            decimals = len(printed.partition(".")[2]) if "e" not in printed else 0
-            return abs(value - expected) <= 0.5 * 10**-decimals * (1 + 1e-9)
+            cell = self.rows[row][column]
+            last = Decimal(str(expected if number(cell) is None else cell)).as_tuple().exponent
+            return abs(value - expected) <= 0.5 * 10.0 ** int(last) * (1 + 1e-9)
         if isinstance(bound, str):
             return abs(value - expected) <= float(bound.removesuffix("%")) / 100 * abs(expected)
         return abs(value - expected) <= bound

@@ -6,7 +6,7 @@ import operator
 import pytest
 from reproduce_items import LIBRARY
 
-from linnet.papers.item import SCALES
+from linnet.papers.item import SCALES, Published
 from linnet.papers.prepare import prepare
 from linnet.papers.table import Request
 
@@ -182,6 +182,16 @@ def test_tolerances_are_those_of_every_table(paper):
         else:
             points = "accuracy" in f"{column} {unit}" or key == ("002", "table7")
             assert bound == (1.0 if points else "digits"), (key, column)
+
+
+@pytest.mark.parametrize(
+    "printed, near, off",
+    [("2.300", 2.3004, 2.3006), (1e-5, 1.4e-5, 1.6e-5), ("1.2e-3", 1.249e-3, 1.251e-3), (12, 12.4, 12.6),
+     ("3.0e3", 3040, 3060)],
+)  # fmt: skip
+def test_digits_are_those_that_are_printed_whatever_the_notation(printed, near, off):
+    published = Published(source="a", columns={"x": ""}, rows={"a": {"x": printed}}, tolerance={"x": "digits"})
+    assert [published.inside("a", "x", value) for value in (near, off)] == [True, False]
 
 
 def test_the_same_numbers_are_the_same_in_every_table():
