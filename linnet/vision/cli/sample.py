@@ -203,6 +203,8 @@ def _draw(
 def read_class_list(given: str | None, count: int, names: list[str] | None, problems: list[str]) -> list[int]:
     """Returns the classes that a user names: numbers, ranges and names with commas; None is all.
 
+    Where all names are numbers of their own (class folders `0` to `11` are sorted as words), numbers are names.
+
     Args:
         count: number of classes of the model. names: of the classes, if they are known.
         problems: gets every part that is not a class.
@@ -211,15 +213,20 @@ def read_class_list(given: str | None, count: int, names: list[str] | None, prob
     if given is None:
         return list(range(count))
     indices: list[int] = []
+    named = names is not None and all(map(str.isdecimal, names)) and names != list(map(str, range(count)))
     for part in given.split(","):
         word = part.strip()
-        start, _, end = word.partition("-")
-        if names is not None and word in names and not word.isdecimal():
+        ends = [end.strip() for end in word.split("-")]
+        between = len(ends) == 2 and all(map(str.isdecimal, ends)) and int(ends[0]) <= int(ends[1])
+        if names is not None and word in names and (named or not word.isdecimal()):
             indices.append(names.index(word))
-        elif word.isdecimal():
+        elif named and names is not None and between and set(ends) <= set(names):
+            inside = [name for name in names if int(ends[0]) <= int(name) <= int(ends[1])]
+            indices += [names.index(name) for name in sorted(inside, key=int)]
+        elif word.isdecimal() and not named:
             indices.append(int(word))
-        elif start.strip().isdecimal() and end.strip().isdecimal() and int(start) <= int(end) < 10 * count + 10:
-            indices += range(int(start), int(end) + 1)
+        elif between and int(ends[1]) < 10 * count + 10 and not named:
+            indices += range(int(ends[0]), int(ends[1]) + 1)
         else:
             known = f"; {nearest(word, names)}" if names is not None and word else ""
             problems.append(f"--classes: {word!r} is neither a number, a range such as 0-9, nor a class{known}")

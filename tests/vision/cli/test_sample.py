@@ -107,6 +107,12 @@ def test_lists_of_classes():
     problems = []
     assert read_class_list("1-3, 0,cat", 5, ["dog", "cat", "owl", "bee", "ant"], problems) == [1, 2, 3, 0, 1]
     assert read_class_list(None, 3, None, problems) == [0, 1, 2] and not problems
+    folders = sorted(map(str, range(12)))  # 0, 1, 10, 11, 2, ...
+    assert [folders[index] for index in read_class_list("2,9-11", 12, folders, problems)] == ["2", "9", "10", "11"]
+    assert read_class_list("3,1-2", 3, ["1", "2", "3"], problems) == [2, 0, 1] and not problems
+    read_class_list("0,3-1", 3, ["1", "2", "3"], problems)
+    assert [problem.partition(" is ")[0] for problem in problems] == ["--classes: '0'", "--classes: '3-1'"]
+    problems.clear()
     read_class_list("4-2,,cow", 5, None, problems)
     assert len(problems) == 3
     assert spread([4, 5], 5) == [4, 5, 4, 5, 4]
