@@ -9,9 +9,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from linnet.cli.evaluate import Running, is_given, run_all, run_evaluators
-from linnet.config import ConfigError, gather, parse, refuse
+from linnet.config import ConfigError, gather, grouped, parse, refuse
 from linnet.evaluate.results import Evaluation, shown_score
 from linnet.options import BOLD, WIDE, AsJson, Count, by_option, echo_json, make_table, options
+from linnet.runs import RunFolder
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator
@@ -194,13 +195,30 @@ def show_numbers(record: Evaluation, path: Path) -> None:
 def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
     """Returns the best score of each number of GLUE over several runs, and their average; prints both.
 
+    An average is of one pretrained model: the best fine-tunings of several are not those of any.
+
     Args:
         records: of the kind `glue`, by the path of the run.
 
     Returns:
-        {"scores": {name: per cent}, "from": {name: run}, "average": per cent}.
+        {"scores": {name: per cent}, "from": {name: run}, "average": per cent}; of several pretrained models
+        {"models": {model: this}}.
     """
-    from linnet.encoders.glue import SCORES, TASKS, average
+    models = grouped((_pretrained(path, record), (path, record)) for path, record in records.items())
+    tables = {name: _best_of_tasks(dict(members)) for name, members in models.items()}
+    for name, found in tables.items() if printed and len(records) > 1 else ():
+        _print_glue(found, f"number, {escape(name)}" if len(tables) > 1 else "number")
+    return {"models": tables} if len(tables) > 1 else next(iter(tables.values()))
+
+
+def _pretrained(path: Path, record: dict) -> str:
+    """Returns what tells the model that a run has fine-tuned from others: its architecture, and where it comes from."""
+    start = RunFolder.open(path).config.get("init_from")
+    return ", ".join(map(str, filter(None, [record["model"]["architecture"], start]))) or "not said"
+
+
+def _best_of_tasks(records: dict[Path, dict]) -> dict[str, Any]:
+    from linnet.encoders.glue import TASKS, average
 
     best: dict[str, tuple[float, Path, dict]] = {}  # of each task, by the mean of its numbers
     for path, record in records.items():
@@ -209,16 +227,20 @@ def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]
         if task not in best or mean > best[task][0]:
             best[task] = (mean, path, scores)
     scores = {name: value for _, _, numbers in best.values() for name, value in numbers.items()}
-    runs = {name: path for task, (_, path, _) in best.items() for name in TASKS[task].scores}
-    mean = average(scores)
-    if printed and len(records) > 1:
-        table = make_table("number", "run", "#per cent", style=BOLD)
-        for name in SCORES:
-            value = f"{scores[name]:.2f}" if name in scores else "missing"
-            table.add_row(name, escape(runs[name].name) if name in runs else "", value)
-        table.add_row("average of nine", "", f"{mean:.2f}")
-        Console().print(table)
-    return {"scores": scores, "from": {name: str(path) for name, path in runs.items()}, "average": mean}
+    runs = {name: str(path) for task, (_, path, _) in best.items() for name in TASKS[task].scores}
+    return {"scores": scores, "from": runs, "average": average(scores)}
+
+
+def _print_glue(found: dict[str, Any], title: str) -> None:
+    from linnet.encoders.glue import SCORES
+
+    table = make_table(title, "run", "#per cent", style=BOLD)
+    scores, runs = found["scores"], found["from"]
+    for name in SCORES:
+        value = f"{scores[name]:.2f}" if name in scores else "missing"
+        table.add_row(name, escape(Path(runs[name]).name) if name in runs else "", value)
+    table.add_row("average of nine", "", f"{found['average']:.2f}")
+    Console(soft_wrap=True).print(table)
 
 
 def show_lra(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
@@ -313,6 +335,7 @@ def evaluate_glue(
     """Score fine-tuned models on the dev sentences of GLUE, and print the average of its nine numbers.
 
     Of several runs of one task the best one counts, as papers choose the learning rate; a missing task counts as 0.
+    Runs of several pretrained models (init_from) or architectures have an average each.
 
     [bold]linnet evaluate glue RUN --data glue[/]
     [bold]linnet evaluate glue runs/sst2-* runs/cola-* --data glue[/]

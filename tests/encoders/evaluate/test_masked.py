@@ -164,6 +164,14 @@ def test_glue_scores_runs_and_takes_the_best_of_each_task(glue, tmp_path):
     assert [item.score for item in record.results[0].items] == accuracies[:4]
     shown = run("glue", runs[0], runs[2], "--data", glue)
     assert shown.exit_code == 0 and "average of nine" in shown.output and shown.output.count("missing") == 7
+    # The best runs of two pretrained models are those of none.
+    file = runs[1] / "config.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"init_from": "runs/other"}))
+    found = json.loads(run("glue", *runs, "--json").output)["models"]
+    (mine, other), name = found.values(), list(found)[1]
+    assert set(mine["scores"]) == {"sst2", "cola"} and mine["scores"]["sst2"] == sst2[0]
+    assert name.endswith("runs/other") and other["scores"] == {"sst2": sst2[1]}
+    assert run("glue", *runs).output.count("average of nine") == 2
     before = len(read_evaluations(runs[0]))
     refused = run("glue", runs[0], tmp_path / "absent", tmp_path / "none", "--data", tmp_path / "nowhere")
     for part in ("absent: is not a run folder", "none: is not a run folder", "--data: "):
