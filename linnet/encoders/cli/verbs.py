@@ -13,6 +13,7 @@ from linnet.config import ConfigError, gather, grouped, parse, refuse
 from linnet.evaluate.results import Evaluation, shown_score
 from linnet.options import BOLD, WIDE, AsJson, Count, by_option, echo_json, make_table, options
 from linnet.runs import RunFolder
+from linnet.runs.folder import STATED
 
 if TYPE_CHECKING:
     from linnet.evaluate.session import Evaluator
@@ -261,6 +262,8 @@ def show_lra(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
         for record in records.values()
     ]
     rows = table(runs)
+    for line in _mixed(records):
+        typer.echo(f"note: {line}", err=True)
     if printed:
         shown = make_table("last epoch / best epoch", *(f"#{escape(name)}" for name in rows), style=BOLD)
         for task in SCORES:
@@ -276,6 +279,27 @@ def show_lra(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
         if several > 1:
             Console().print(f"means over up to {several} runs of a task", highlight=False)
     return rows
+
+
+OWN = {"seed", "name", "run", "parallel", *STATED}
+"""Keys in which the runs of one mean may differ."""
+
+
+def _mixed(records: dict[Path, dict]) -> list[str]:
+    """Returns which means of `show_lra` are over runs that are not repetitions of one training."""
+    from linnet.encoders.evaluate.lra import column
+
+    places = (
+        ((record["model"]["architecture"], column(record["asked"]["task"])), RunFolder.open(path).config)
+        for path, record in records.items()
+    )
+    lines = []
+    for (architecture, task), configs in grouped(places).items():
+        keys = sorted({key for config in configs for key in config} - OWN)
+        if apart := [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]:
+            what = f"{architecture}, {task}: the mean is over runs that differ in {', '.join(apart)}"
+            lines.append(f"{what}; evaluate them apart, or train them under names of their own (`architecture`)")
+    return lines
 
 
 def _last_and_best(last: float | None, best: float | None) -> str:

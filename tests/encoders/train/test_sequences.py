@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -166,6 +167,31 @@ def test_an_average_of_six_counts_a_missing_task_as_0():
     row = table(runs)["a"]
     assert row["last"] == {"image": pytest.approx(60.0)} and row["best"] == {"image": pytest.approx(70.0)}
     assert row["runs"] == {"image": 2} and row["average"] == pytest.approx(10.0)
+
+
+def test_a_mean_over_runs_that_are_no_repetitions_is_told(tmp_path, capsys):
+    from linnet.encoders.cli.verbs import show_lra
+
+    records = {}
+    for name, task, changes in (
+        ("a", "image", {"seed": 0}),
+        ("b", "image", {"seed": 1}),
+        ("c", "image-as-published", {}),
+        ("d", "listops", {}),
+        ("e", "listops", {"model": {"d_model": 64}}),
+    ):
+        config = {"objective": "sequences", "data": {"task": task}, "model": {"d_model": 32}, "name": name} | changes
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+        about = {"model": {"architecture": "hgrn"}, "asked": {"task": task}}
+        records[path] = about | {"detail": {"accuracy": 0.5, "best_test_accuracy": 0.5}}
+    show_lra(dict(list(records.items())[:2]), False)
+    assert capsys.readouterr().err == ""
+    show_lra(records, False)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "hgrn, image: the mean is over runs that differ in data;" in first
+    assert "hgrn, listops: the mean is over runs that differ in model;" in second
 
 
 def test_published_images_are_augmented_in_training_only(tmp_path):
