@@ -98,4 +98,4 @@ def test_follows_a_real_run(settings, cache, tmp_path):
 
 @pytest.mark.parametrize("seconds, text", [(5, "0:05"), (65.4, "1:05"), (3725, "1:02:05"), (200_000, "2 d 7 h")])
 def test_durations(seconds, text):
-    assert monitor._duration(seconds) == text
+    assert monitor.duration(seconds) == text
