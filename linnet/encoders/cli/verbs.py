@@ -358,8 +358,9 @@ def evaluate_glue(
 ) -> None:
     """Score fine-tuned models on the dev sentences of GLUE, and print the average of its nine numbers.
 
-    Of several runs of one task the best one counts, as papers choose the learning rate; a missing task counts as 0.
-    Runs of several pretrained models (init_from) or architectures have an average each.
+    Of several runs of one task the best one counts, as papers choose the
+    learning rate; a missing task counts as 0. Runs of several pretrained
+    models (init_from) or architectures have an average each.
 
     [bold]linnet evaluate glue RUN --data glue[/]
     [bold]linnet evaluate glue runs/sst2-* runs/cola-* --data glue[/]
