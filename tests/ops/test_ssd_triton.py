@@ -116,9 +116,7 @@ hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 @hopper
 @pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize(
-    "H, group, slices", [(1, 32, None), (2, 4, 1), (1, 8, 2), (2, 2, 2)]
-)  # fmt: skip
+@pytest.mark.parametrize("H, group, slices", [(1, 32, None), (2, 4, 1), (1, 8, 2), (2, 2, 2)])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_gradients_on_hopper(K, H, group, slices, decay, monkeypatch):
     from linnet.ops.ssd import triton

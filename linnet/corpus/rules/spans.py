@@ -44,7 +44,7 @@ _TAG = re.compile(
     r"<(/?)([A-Za-z][A-Za-z0-9-]{0,40}+)(?=[\s/>])"
     r"(?:(?:[^<>\"'\udfff]++|\"[^\"<\udfff]*+\"|'[^'<\udfff]*+')*+|[^<>\udfff]*+)>"
 )
-# What follows the name in a start tag: attributes, of which the first ones may lack a value. `a <b and c> d` has none.
+# Attributes follow the name in a start tag; the first ones may lack a value. `a <b and c> d` has none.
 _BARE = (
     "allowfullscreen async autofocus autoplay border checked compact controls default defer disabled formnovalidate "
     "hidden inert ismap itemscope loop multiple muted nohref nomodule noresize noshade novalidate nowrap open "
