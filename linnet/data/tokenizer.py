@@ -350,9 +350,8 @@ class FileTokenizer(Tokenizer):
         values = json.loads(inner.to_str())
         self.unknown = values["model"].get("unk_id", vocab.get(values["model"].get("unk_token")))
         special = {token["content"]: token["id"] for token in values["added_tokens"] if token["special"]}
-        guarded = {token: number for token, number in special.items() if number != self.unknown} | {
-            self._end: self.end_of_document
-        }
+        guarded = {token: number for token, number in special.items() if number != self.unknown}
+        guarded[self._end] = self.end_of_document
         self._guarded, self._special = tuple(guarded), frozenset(guarded.values())
         self._falls_back = falls_back(values)
         after = values["decoder"] or {"type": ""}

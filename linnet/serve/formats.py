@@ -313,8 +313,8 @@ class ToolCalls:
                 text = text.lstrip()
                 self._after_call = not text
             tag = OPEN if self._inside is None else CLOSE
-            before, found, text = text.partition(tag)
-            if not found:
+            before, match, text = text.partition(tag)
+            if not match:
                 self._begun = _begun(before, tag)
                 before = before[: len(before) - len(self._begun)]
             if self._inside is None:
@@ -322,15 +322,15 @@ class ToolCalls:
                     shown += [*self._spaces, words]
                     self._spaces = []
                 self._spaces.append(before[len(words) :])
-                self._inside, self._characters = ([] if found else None), 0
+                self._inside, self._characters = ([] if match else None), 0
             else:
                 self._inside.append(before)
                 self._characters += len(before)
-                if found:
+                if match:
                     calls += self._close(shown)
                 elif self._characters > MOST_CHARACTERS:
                     shown.append(self.flush())
-            if not found:
+            if not match:
                 return "".join(shown), calls
 
     def flush(self) -> str:
@@ -369,5 +369,5 @@ class ToolCalls:
 
 def _begun(text: str, tag: str) -> str:
     """Returns the start of `tag` with which `text` ends, "" for none. The first character of a tag is there once."""
-    place = text.rfind(tag[0], max(0, len(text) - len(tag) + 1))
-    return text[place:] if place >= 0 and tag.startswith(text[place:]) else ""
+    start = text.rfind(tag[0], max(0, len(text) - len(tag) + 1))
+    return text[start:] if start >= 0 and tag.startswith(text[start:]) else ""

@@ -136,8 +136,8 @@ def check_coordinates(
             runs = []
             for seed in range(config.seed, config.seed + seeds):
                 if tell is not None:
-                    place = f"{total - len(ahead) + 1} of {total}: {kind}, width {width}, seed {seed}"
-                    tell(f"{place}, about {duration(_seconds(ahead, took, flops))} left" if took else place)
+                    progress = f"{total - len(ahead) + 1} of {total}: {kind}, width {width}, seed {seed}"
+                    tell(f"{progress}, about {duration(_seconds(ahead, took, flops))} left" if took else progress)
                 start = time.perf_counter()
                 runs.append(dict(_train(config, model, seed, objective)))
                 took[ahead.pop(0)] = time.perf_counter() - start

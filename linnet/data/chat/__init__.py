@@ -336,7 +336,7 @@ def prepare_chats(config: ChatConfig, template: ChatTemplate, length: int, seed:
     counts = dict.fromkeys(COUNTS, 0) | {"copies_left_out": sum(chat.tokens.tobytes() in known for chat in train)}
     splits = {"conversations": [chat for chat in train if chat.tokens.tobytes() not in known], "held_out": held}
     kept = [chat for chats in splits.values() for chat in chats]
-    first, last = (max((chat.ends[place] - 1 for chat in kept), default=0) for place in (0, -1))
+    first, last = (max((chat.ends[turn] - 1 for chat in kept), default=0) for turn in (0, -1))
     with checking("data") as problems:
         short_of: dict[str, int] = {}  # by key: seq_len that the shortest conversation of each split needs
         for name, chats in splits.items():

@@ -360,10 +360,10 @@ def _agreement(records: Records) -> list[str]:
     if task_spreads and len(records.scores) > 1:
         good = sum(spread.discriminates for spread in task_spreads)
         gaps = units.listed([f"{task_name(spread.task)} {points(spread.gap)}" for spread in task_spreads])
-        told = f"{good} of {len(task_spreads)} tasks tell the highest and the lowest apart by 10 points or more"
+        summary = f"{good} of {len(task_spreads)} tasks tell the highest and the lowest apart by 10 points or more"
         if len({result.seed for result in records.results}) == 1:
-            told = "One seed does not say whether the highest and the lowest of a task differ by more than chance"
-        lines.append(f"{told} (differences of points: {gaps}).")
+            summary = "One seed does not say whether the highest and the lowest of a task differ by more than chance"
+        lines.append(f"{summary} (differences of points: {gaps}).")
     for pair in seed_agreement(records.results):
         rank = "" if pair.spearman is None else f" (rank correlation {pair.spearman:.2f})"
         lines.append(

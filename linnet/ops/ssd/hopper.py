@@ -38,15 +38,15 @@ def load_heads(keys, heads, tiles, units, sizes):
         chunk, key = unit // H, unit % H // sizes.SLICES
         for member in range(GROUP):
             head = unit % H * GROUP + member
-            place = chunk * sizes.HV + head
+            number = chunk * sizes.HV + head
             full = tiles.full.index(slot)
             mbarrier.wait(tiles.empty.index(slot), phase)
             mbarrier.expect(full, BYTES)
             tma.async_copy_global_to_shared(heads[0], [chunk * sizes.C, head * sizes.V], full, tiles.v.index(slot))
             tma.async_copy_global_to_shared(heads[1], [chunk * sizes.C, head * sizes.V], full, tiles.do.index(slot))
-            tma.async_copy_global_to_shared(heads[2], [place * sizes.K, 0], full, tiles.state.index(slot))
-            tma.async_copy_global_to_shared(heads[3], [place * sizes.K, 0], full, tiles.dstate.index(slot))
-            tma.async_copy_global_to_shared(heads[4], [place * 4, 0], full, tiles.decays.index(slot))
+            tma.async_copy_global_to_shared(heads[2], [number * sizes.K, 0], full, tiles.state.index(slot))
+            tma.async_copy_global_to_shared(heads[3], [number * sizes.K, 0], full, tiles.dstate.index(slot))
+            tma.async_copy_global_to_shared(heads[4], [number * 4, 0], full, tiles.decays.index(slot))
             if member == LAST:
                 full = tiles.full.index(sizes.S)
                 mbarrier.wait(tiles.empty.index(sizes.S), key_phase)
@@ -97,7 +97,7 @@ def multiply_heads(to_dv, dq, dk, parts, through, tiles, scale, ROWS, CHUNKS, si
         dq_sum = gl.zeros([C, K], gl.float32, ACC)
         dk_sum = gl.zeros([C, K], gl.float32, ACC)
         for member in range(GROUP):
-            place = (chunk * HV + head + member).to(gl.int64)
+            number = (chunk * HV + head + member).to(gl.int64)
             mbarrier.wait(tiles.full.index(slot), phase)
             tv, tdo = tiles.v.index(slot), tiles.do.index(slot)
             state, dstate = tiles.state.index(slot), tiles.dstate.index(slot)
@@ -116,7 +116,7 @@ def multiply_heads(to_dv, dq, dk, parts, through, tiles, scale, ROWS, CHUNKS, si
             # The rest of the work runs beside these five products.
             both = state.load(FLAT).to(gl.float32) * dstate.load(FLAT).to(gl.float32)
             both = gl.sum(gl.sum(both.reshape([K // 32, 32, V]), 0), 1)
-            gl.store(through + place * 32 + gl.arange(0, 32, both.type.layout), both)
+            gl.store(through + number * 32 + gl.arange(0, 32, both.type.layout), both)
             apart = coarse.load(gl.SliceLayout(1, PAIR))[:, None] - coarse.load(gl.SliceLayout(0, PAIR))[None, :]
             apart += fine.load(gl.SliceLayout(1, PAIR))[:, None] - fine.load(gl.SliceLayout(0, PAIR))[None, :]
             between = gl.exp2(gl.where(order >= 0, apart, -150.0))
@@ -135,7 +135,7 @@ def multiply_heads(to_dv, dq, dk, parts, through, tiles, scale, ROWS, CHUNKS, si
             of_rows = passing + of_q * (tdo.load(PAIR).to(gl.float32) * factors[:, None])
             of_columns = of_k * tv.load(PAIR).to(gl.float32)
             # Each group of warps sums its own up: sums over all would wait for each other.
-            at = parts + place * C
+            at = parts + number * C
             store_sums(at, gl.sum(of_rows.reshape([C, 2, V // 2]), 2), 1, hop)
             store_sums(at + 2 * hop, -gl.sum(passing.reshape([4, C // 4, C]), 1), hop, 1)
             store_sums(at + 6 * hop, gl.sum(of_columns.reshape([C, 2, V // 2]), 2), 1, hop)

@@ -59,8 +59,8 @@ def passing_kernel(parts, through, decays, dg, offsets, T, N, CHUNKS, HV: tl.con
     left = length - chunk % R * C
     if left > 0:
         r, h = tl.arange(0, C), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        place, known = chunk.to(tl.int64) * HV + h, h < HV
-        at = parts + place[:, None] * C + r[None, :]
+        number, known = chunk.to(tl.int64) * HV + h, h < HV
+        at = parts + number[:, None] * C + r[None, :]
         hop = (chunk.to(tl.int64) * 0 + CHUNKS) * (HV * C)  # an integer of 1 is a constant, which has no dtype
         inside = known[:, None] & (r < left)[None, :]
         later, before = tl.zeros([HEADS, C], tl.float32), tl.zeros([HEADS, C], tl.float32)
@@ -68,9 +68,9 @@ def passing_kernel(parts, through, decays, dg, offsets, T, N, CHUNKS, HV: tl.con
             later += tl.load(at + part * hop, mask=inside, other=0.0)
         for part in tl.static_range(LATER, LATER + BEFORE):
             before += tl.load(at + part * hop, mask=inside, other=0.0)
-        at_through = through + place[:, None] * THROUGH + tl.arange(0, THROUGH)[None, :]
+        at_through = through + number[:, None] * THROUGH + tl.arange(0, THROUGH)[None, :]
         whole = tl.sum(tl.load(at_through, mask=known[:, None], other=0.0), 1)
-        whole *= tl.load(decays + place * (4 * C) + (3 * C - 1), mask=known, other=0.0)
+        whole *= tl.load(decays + number * (4 * C) + (3 * C - 1), mask=known, other=0.0)
         x = tl.cumsum(later, 1, reverse=True) + (tl.cumsum(before, 1) - before) + whole[:, None]
         to = dg + (row + chunk % R * C) * HV + r[:, None] * HV + h[None, :]
         tl.store(to, tl.trans(x).to(dg.dtype.element_ty), mask=(r < left)[:, None] & known[None, :])
