@@ -153,7 +153,7 @@ def test_kernels_get_as_many_arguments_as_they_take(monkeypatch):
     inputs, gradients = make(2, 128, 128, 64, group=4, factors="token", device="cpu")
     grads = triton.ssd_backward(*inputs, *gradients)
     assert all(grad is None or grad.shape == x.shape for x, grad in zip(inputs, grads, strict=False))
-    names = ["weigh", "decays", "states", "states", "gradients_hopper", "passing", "factors"]
+    names = ["decays", "states", "states", "gradients_hopper", "passing"]
     assert [kernel.__name__ for kernel, *_ in started] == [f"{name}_kernel" for name in names]
     for kernel, _, tensors, numbers, constants in started:
         assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel

@@ -18,7 +18,7 @@ from linnet.ops.delta.hopper import wait_for_warps
 from linnet.ops.lightning.hopper import advance, make_barriers, product_layout
 
 # Known when a kernel is compiled; S value heads are in flight.
-Sizes = namedtuple("Sizes", "H HV K V C SLICES S")
+Sizes = namedtuple("Sizes", "H HV K V C SLICES HAS_TIMES HAS_SKIP S")
 # Shared memory: q, k and products of a chunk, and S slots of what belongs to a value head; a barrier of each slot, and
 # one of q and k, is complete once it is full, another once it may be loaded again.
 Tiles = namedtuple("Tiles", "q k weights dv v do state dstate decays full empty")
@@ -29,7 +29,7 @@ def load_heads(keys, heads, tiles, units, sizes):
     """Loads q and k of each unit of this program, and what belongs to its value heads, as soon as there is room."""
     H: gl.constexpr = sizes.H * sizes.SLICES
     GROUP: gl.constexpr = sizes.HV // H
-    BYTES: gl.constexpr = 4 * (sizes.C + sizes.K) * sizes.V + 16 * sizes.C
+    BYTES: gl.constexpr = 4 * (sizes.C + sizes.K) * sizes.V + 32 * sizes.C
     LAST: gl.constexpr = min(sizes.S, GROUP) - 1  # of the heads that there is room for before the keys are needed
     slot = 0
     phase = 1
@@ -46,7 +46,7 @@ def load_heads(keys, heads, tiles, units, sizes):
             tma.async_copy_global_to_shared(heads[1], [chunk * sizes.C, head * sizes.V], full, tiles.do.index(slot))
             tma.async_copy_global_to_shared(heads[2], [number * sizes.K, 0], full, tiles.state.index(slot))
             tma.async_copy_global_to_shared(heads[3], [number * sizes.K, 0], full, tiles.dstate.index(slot))
-            tma.async_copy_global_to_shared(heads[4], [number * 4, 0], full, tiles.decays.index(slot))
+            tma.async_copy_global_to_shared(heads[4], [number * 8, 0], full, tiles.decays.index(slot))
             if member == LAST:
                 full = tiles.full.index(sizes.S)
                 mbarrier.wait(tiles.empty.index(sizes.S), key_phase)
@@ -105,12 +105,14 @@ def multiply_heads(to_dv, dq, dk, parts, through, tiles, scale, ROWS, CHUNKS, si
             of_k = warpgroup_mma(tiles.k, dstate, no_pairs, use_acc=False, is_async=True)
             of_q = warpgroup_mma(tiles.q, state, no_pairs, use_acc=False, is_async=True)
             # Row after row: Triton 3.6 takes transposed slices of such a tile for another order.
-            sums = tiles.decays.index(slot)._reinterpret(gl.float32, [4 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            sums = tiles.decays.index(slot)._reinterpret(gl.float32, [8 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
             coarse, fine, since, until = sums.slice(0, C), sums.slice(C, C), sums.slice(2 * C, C), sums.slice(3 * C, C)
             factors = since.load(gl.SliceLayout(1, LEFT)) * scale
             late = (tdo.load(LEFT).to(gl.float32) * factors[:, None]).to(gl.bfloat16)
             dq_sum = warpgroup_mma(late, state.permute((1, 0)), dq_sum, is_async=True)
             factors = until.load(gl.SliceLayout(1, LEFT))
+            if sizes.HAS_TIMES:
+                factors *= sums.slice(4 * C, C).load(gl.SliceLayout(1, LEFT))
             early = (tv.load(LEFT).to(gl.float32) * factors[:, None]).to(gl.bfloat16)
             dk_sum = warpgroup_mma(early, dstate.permute((1, 0)), dk_sum, is_async=True)
             # The rest of the work runs beside these five products.
@@ -128,6 +130,8 @@ def multiply_heads(to_dv, dq, dk, parts, through, tiles, scale, ROWS, CHUNKS, si
             of_k *= until.load(gl.SliceLayout(1, PAIR))[:, None]
             dvalue = warpgroup_mma(tiles.weights.permute((1, 0)), tdo, of_k, is_async=True)
             dscores *= between
+            if sizes.HAS_TIMES:
+                dscores *= sums.slice(4 * C, C).load(gl.SliceLayout(0, PAIR))[None, :]
             pairs += dscores
             passing = gl.where(order > 0, dscores * raw, 0.0)
             of_q = warpgroup_mma_wait(3, deps=[of_q])
@@ -138,8 +142,19 @@ def multiply_heads(to_dv, dq, dk, parts, through, tiles, scale, ROWS, CHUNKS, si
             at = parts + number * C
             store_sums(at, gl.sum(of_rows.reshape([C, 2, V // 2]), 2), 1, hop)
             store_sums(at + 2 * hop, -gl.sum(passing.reshape([4, C // 4, C]), 1), hop, 1)
+            if sizes.HAS_TIMES:
+                of_columns *= sums.slice(4 * C, C).load(gl.SliceLayout(1, PAIR))[:, None]
             store_sums(at + 6 * hop, gl.sum(of_columns.reshape([C, 2, V // 2]), 2), 1, hop)
             dvalue, dq_sum, dk_sum, _, _ = warpgroup_mma_wait(0, deps=[dvalue, dq_sum, dk_sum, late, early])
+            if sizes.HAS_TIMES:
+                of_times = dvalue * tv.load(PAIR).to(gl.float32)
+                store_sums(at + 8 * hop, gl.sum(of_times.reshape([C, 2, V // 2]), 2), 1, hop)
+                dvalue *= sums.slice(4 * C, C).load(gl.SliceLayout(1, PAIR))[:, None]
+            if sizes.HAS_SKIP:
+                passed = tdo.load(PAIR).to(gl.float32)
+                of_skip = passed * tv.load(PAIR).to(gl.float32)
+                store_sums(at + 10 * hop, gl.sum(of_skip.reshape([C, 2, V // 2]), 2), 1, hop)
+                dvalue += passed * sums.slice(5 * C, C).load(gl.SliceLayout(1, PAIR))[:, None]
             tiles.dv.store(dvalue.to(gl.bfloat16))
             fence_async_shared()
             wait_for_warps()  # the other four have read the tiles too
@@ -164,8 +179,8 @@ def multiply_heads(to_dv, dq, dk, parts, through, tiles, scale, ROWS, CHUNKS, si
 @gluon.jit
 def gradients_hopper_kernel(
     q, k, v, decays, do, entering, leaving, dq, dk, dv, parts, through, scale, ROWS, CHUNKS, SLICES: gl.constexpr,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, S: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    HAS_TIMES: gl.constexpr, HAS_SKIP: gl.constexpr, S: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `linnet.ops.ssd.kernels.gradients_kernel`, all of a chunk.
 
@@ -186,7 +201,7 @@ def gradients_hopper_kernel(
         tma.make_tensor_descriptor(do, [ROWS, HV * V], [HV * V, 1], [C, V], VALUES),
         tma.make_tensor_descriptor(entering, [CHUNKS * (HV * K), V], [V, 1], [K, V], STATES),
         tma.make_tensor_descriptor(leaving, [CHUNKS * (HV * K), V], [V, 1], [K, V], STATES),
-        tma.make_tensor_descriptor(decays, [CHUNKS * (HV * 4), C], [C, 1], [4, C], VECTORS),
+        tma.make_tensor_descriptor(decays, [CHUNKS * (HV * 8), C], [C, 1], [8, C], VECTORS),
     )
     to_dv = tma.make_tensor_descriptor(dv, [ROWS, HV * V], [HV * V, 1], [C, V], VALUES)
     tiles = Tiles(
@@ -198,7 +213,7 @@ def gradients_hopper_kernel(
         gl.allocate_shared_memory(gl.bfloat16, [S, C, V], VALUES),
         gl.allocate_shared_memory(gl.bfloat16, [S, K, V], STATES),
         gl.allocate_shared_memory(gl.bfloat16, [S, K, V], STATES),
-        gl.allocate_shared_memory(gl.float32, [S, 4, C], VECTORS),
+        gl.allocate_shared_memory(gl.float32, [S, 8, C], VECTORS),
         make_barriers(S + 1),
         make_barriers(S + 1),
     )
@@ -208,9 +223,23 @@ def gradients_hopper_kernel(
             # Sizes not by a name, which would make tensors of them.
             (
                 multiply_heads,
-                (to_dv, dq, dk, parts, through, tiles, scale, ROWS, CHUNKS, Sizes(H, HV, K, V, C, SLICES, S)),
+                (
+                    to_dv,
+                    dq,
+                    dk,
+                    parts,
+                    through,
+                    tiles,
+                    scale,
+                    ROWS,
+                    CHUNKS,
+                    Sizes(H, HV, K, V, C, SLICES, HAS_TIMES, HAS_SKIP, S),
+                ),
             ),
-            (load_heads, (keys, heads, tiles, CHUNKS * (H * SLICES), Sizes(H, HV, K, V, C, SLICES, S))),
+            (
+                load_heads,
+                (keys, heads, tiles, CHUNKS * (H * SLICES), Sizes(H, HV, K, V, C, SLICES, HAS_TIMES, HAS_SKIP, S)),
+            ),
         ],
         [1],
         [REGISTERS],

@@ -12,11 +12,12 @@ GRAIN = tl.constexpr(256.0)
 
 
 @triton.jit
-def decays_kernel(g, decays, offsets, T, N, HV: tl.constexpr, C: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+def decays_kernel(g, times, skip, decays, offsets, T, N, HV: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+                  HEADS: tl.constexpr, SKIP: tl.constexpr, HAS_TIMES: tl.constexpr,
                   DOCUMENTS: tl.constexpr):  # fmt: skip
-    """What the others read of the log-decays of a chunk, [chunks, HV, 4, C]: their sums up to each token in base 2, as
-    an exact part and a small rest, the decay from the chunk's start over each token, and that from there to its end.
-    A program has HEADS heads of a chunk; a token behind the end decays nothing.
+    """What the others read of the tokens of a chunk, [chunks, HV, 8, C]: the sums of log-decays up to each in base 2,
+    as an exact part and a small rest, the decay from the chunk's start over each, that from there to its end, and, if
+    given, the factors `times` and `skip`. A program has HEADS heads of a chunk; a token behind the end decays nothing.
 
     The difference of two sums loses nothing, however strong the decays between them and the chunk's start.
     """
@@ -32,28 +33,35 @@ def decays_kernel(g, decays, offsets, T, N, HV: tl.constexpr, C: tl.constexpr, R
         rest = tl.trans(x) - exact
         coarse, fine = tl.cumsum(exact, 1), tl.cumsum(rest, 1)
         until = tl.exp2((tl.sum(exact, 1)[:, None] - coarse) + (tl.sum(rest, 1)[:, None] - fine))
-        to = decays + (chunk.to(tl.int64) * HV + h[:, None]) * (4 * C) + r[None, :]
+        to = decays + (chunk.to(tl.int64) * HV + h[:, None]) * (8 * C) + r[None, :]
         tl.store(to, coarse, mask=known)
         tl.store(to + C, fine, mask=known)
         tl.store(to + 2 * C, tl.exp2(coarse + fine), mask=known)
         tl.store(to + 3 * C, until, mask=known)
+        if HAS_TIMES:
+            tl.store(to + 4 * C, tl.trans(tl.load(times + at, mask=mask, other=0.0).to(tl.float32)), mask=known)
+        if SKIP >= 0:
+            at = (row + chunk % R * C) * SKIP + r[:, None] * SKIP + h[None, :]
+            tl.store(to + 5 * C, tl.trans(tl.load(skip + at, mask=mask, other=0.0).to(tl.float32)), mask=known)
 
 
 @triton.jit
 def load_decays(decays, chunk, h, r, HV: tl.constexpr, C: tl.constexpr):
     """What `decays_kernel` has of the tokens r of a chunk, and the sum over the chunk."""
-    at = decays + (chunk.to(tl.int64) * HV + h) * (4 * C)
+    at = decays + (chunk.to(tl.int64) * HV + h) * (8 * C)
     coarse, fine, since, until = tl.load(at + r), tl.load(at + C + r), tl.load(at + 2 * C + r), tl.load(at + 3 * C + r)
     return coarse, fine, since, until, tl.load(at + C - 1) + tl.load(at + 2 * C - 1)
 
 
 @triton.jit
-def passing_kernel(parts, through, decays, dg, offsets, T, N, CHUNKS, HV: tl.constexpr, C: tl.constexpr,
+def passing_kernel(parts, through, decays, dg, dtimes, dskip, offsets, T, N, CHUNKS, HV: tl.constexpr, C: tl.constexpr,
                    R: tl.constexpr, HEADS: tl.constexpr, LATER: tl.constexpr, BEFORE: tl.constexpr,
-                   THROUGH: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
+                   THROUGH: tl.constexpr, HAS_TIMES: tl.constexpr, HAS_SKIP: tl.constexpr,
+                   DOCUMENTS: tl.constexpr):  # fmt: skip
     """The gradient of log-decays, of LATER + BEFORE parts [chunks, HV, C] by token and `through` [chunks, HV, THROUGH].
     A decay passes what later tokens and pairs around it have (in LATER parts) and what earlier keys have (in BEFORE);
-    the state before the chunk goes `through` all of them."""
+    the state before the chunk goes `through` all of them. After these, two parts each of the gradients of `times` and
+    `skip`, if they have any [B * T, HV]."""
     chunk = tl.program_id(0)
     row, length = locate(chunk // R, offsets, T, N, R * C, DOCUMENTS)
     left = length - chunk % R * C
@@ -70,17 +78,28 @@ def passing_kernel(parts, through, decays, dg, offsets, T, N, CHUNKS, HV: tl.con
             before += tl.load(at + part * hop, mask=inside, other=0.0)
         at_through = through + number[:, None] * THROUGH + tl.arange(0, THROUGH)[None, :]
         whole = tl.sum(tl.load(at_through, mask=known[:, None], other=0.0), 1)
-        whole *= tl.load(decays + number * (4 * C) + (3 * C - 1), mask=known, other=0.0)
+        whole *= tl.load(decays + number * (8 * C) + (3 * C - 1), mask=known, other=0.0)
         x = tl.cumsum(later, 1, reverse=True) + (tl.cumsum(before, 1) - before) + whole[:, None]
-        to = dg + (row + chunk % R * C) * HV + r[:, None] * HV + h[None, :]
-        tl.store(to, tl.trans(x).to(dg.dtype.element_ty), mask=(r < left)[:, None] & known[None, :])
+        to, mask = (row + chunk % R * C) * HV + r[:, None] * HV + h[None, :], (r < left)[:, None] & known[None, :]
+        tl.store(dg + to, tl.trans(x).to(dg.dtype.element_ty), mask=mask)
+        if HAS_TIMES:
+            store_both(at + (LATER + BEFORE) * hop, hop, inside, dtimes + to, mask)
+        if HAS_SKIP:
+            store_both(at + (LATER + BEFORE + 2) * hop, hop, inside, dskip + to, mask)
 
 
 @triton.jit
-def load_factors(factors, at, r, left, STRIDE: tl.constexpr, HAS: tl.constexpr):
-    """Factors [C] of the tokens of a chunk in float32, the first one's at `at`; 1 without them."""
+def store_both(at, hop, inside, to, mask):
+    """The sum of two parts [heads, tokens], as [tokens, heads]."""
+    x = tl.load(at, mask=inside, other=0.0) + tl.load(at + hop, mask=inside, other=0.0)
+    tl.store(to, tl.trans(x), mask=mask)
+
+
+@triton.jit
+def load_factors(decays, chunk, h, r, HV: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, HAS: tl.constexpr):
+    """Factors [C] of the tokens of a chunk, `times` in row 4 and `skip` in row 5 of `decays_kernel`; 1 without them."""
     if HAS:
-        x = tl.load(factors + at + r * STRIDE, mask=r < left, other=0.0).to(tl.float32)
+        x = tl.load(decays + (chunk.to(tl.int64) * HV + h) * (8 * C) + ROW * C + r)
     else:
         x = tl.full(r.shape, 1.0, tl.float32)
     return x
@@ -168,9 +187,9 @@ def first_chunk(row, n, T, C: tl.constexpr, R: tl.constexpr, DOCUMENTS: tl.const
 
 @triton.jit
 def forward_kernel(
-    q, k, v, decays, times, skip, o, initial, final, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr,
+    q, k, v, decays, o, initial, final, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    PK: tl.constexpr, BV: tl.constexpr, SKIP: tl.constexpr, HAS_TIMES: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    PK: tl.constexpr, BV: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_TIMES: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -199,12 +218,12 @@ def forward_kernel(
         tq = load_tile(q + x * hop * (H * K), keys, r, i, left, 0.0, K, PK != K, EVEN).to(OPERAND)
         tk = load_tile(k + x * hop * (H * K), keys, r, i, left, 0.0, K, PK != K, EVEN).to(OPERAND)
         tv = load_tile(v + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
-        weights = load_factors(times, (row + x * C) * HV + h, r, left, HV, HAS_TIMES)
+        weights = load_factors(decays, slot + x, h, r, HV, C, 4, HAS_TIMES)
         coarse, fine, since, until, total = load_decays(decays, slot + x, h, r, HV, C)
         scores = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * decays_between(coarse, fine, r)
         scores *= (weights * scale)[None, :]
-        if SKIP >= 0:
-            skips = load_factors(skip, (row + x * C) * SKIP + h, r, left, SKIP, True)
+        if HAS_SKIP:
+            skips = load_factors(decays, slot + x, h, r, HV, C, 5, True)
             scores += tl.where(r[:, None] == r[None, :], skips[:, None], 0.0)
         out = tl.dot(tq, state.to(OPERAND), input_precision=PRECISION) * (since * scale)[:, None]
         out = tl.dot(scores.to(OPERAND), tv.to(OPERAND), out, input_precision=PRECISION)
@@ -222,8 +241,9 @@ def forward_kernel(
 def states_kernel(
     a, c, decays, initial, final, stored, sums, totals, offsets, scale, T, N, SEGMENTS: tl.constexpr, H: tl.constexpr,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BV: tl.constexpr, REVERSE: tl.constexpr, LOCAL: tl.constexpr, HAS_TIMES: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The states that enter blocks of R chunks of keys a and values c, and the final one; REVERSE: the gradients of
     those that leave them, of queries a and c = do. LOCAL: the state of each segment from zero and its log-decay alone.
@@ -258,7 +278,8 @@ def states_kernel(
         ta = load_tile(a + x * hop * (H * K), keys, r, i, left, 0.0, K, K % BK != 0, EVEN).to(OPERAND)
         tc = load_tile(c + x * hop * (HV * V), values, r, j, left, 0.0, V, V % BV != 0, EVEN)
         coarse, fine, since, until, change = load_decays(decays, slot + x, h, r, HV, C)
-        state = move(state, ta, tc, since * scale if REVERSE else until, change, OPERAND, PRECISION)
+        factors = since * scale if REVERSE else until * load_factors(decays, slot + x, h, r, HV, C, 4, HAS_TIMES)
+        state = move(state, ta, tc, factors, change, OPERAND, PRECISION)
         total += change
     if LOCAL:
         to = nh.to(tl.int64) * SEGMENTS + s

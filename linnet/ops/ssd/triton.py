@@ -79,20 +79,19 @@ def ssd_forward(
     if not supports(q, k, v):
         factors = times, skip
         return chunked.ssd_forward(q, k, v, log_decay, *factors, initial_state, cu_seqlens, scale, return_final_state)
-    call = Call(q, k, v, log_decay, cu_seqlens, scale)
+    call = Call(q, k, v, log_decay, times, skip, cu_seqlens, scale)
     o = torch.empty_like(call.v)
     final = empty_state(q, k, v, cu_seqlens) if return_final_state else None
     columns = call.tiles.columns
     programs = call.states * call.HV * cdiv(call.V, columns)
     segments = _count_segments(call, programs)
-    sums = call.sum_up(call.k, call.v if segments == 1 else weigh(call.v, times), segments, False)
+    sums = call.sum_up(call.k, call.v, segments, False)
     constants = (
         call.T, call.states, segments, *call.sizes, call.tiles.chunk, call.tiles.block, pad(call.K), columns,
-        stride_of(skip), times is not None, initial_state is not None, final is not None, *call.flags,
+        skip is not None, times is not None, initial_state is not None, final is not None, *call.flags,
         call.tiles.stages,
     )  # fmt: skip
-    factors = align(times), align(skip)
-    tensors = call.q, call.k, call.v, call.decays, *factors, o, align(initial_state), final, *sums, call.cu_seqlens
+    tensors = call.q, call.k, call.v, call.decays, o, align(initial_state), final, *sums, call.cu_seqlens
     launch(forward_kernel, programs * segments, tensors, (call.scale,), constants, num_warps=call.tiles.warps)
     return o, final
 
@@ -106,24 +105,32 @@ def ssd_backward(
         factors = times, skip
         return chunked.ssd_backward(q, k, v, log_decay, *factors, initial_state, cu_seqlens, scale, do, dfinal)
     v, do = align(v), align(do)
-    call = Call(q, k, weigh(v, times), log_decay, cu_seqlens, scale)
+    call = Call(q, k, v, log_decay, times, skip, cu_seqlens, scale)
+    hopper = _suits_hopper(call)
+    if not hopper:
+        call = Call(q, k, weigh(v, times), log_decay, None, None, cu_seqlens, scale)
     dinitial = None if initial_state is None else empty_state(q, k, v, cu_seqlens)
     entering = call.walk(call.k, call.v, initial_state, None, False)
     leaving = call.walk(call.q, do, dfinal, dinitial, True)
     dv, dg = torch.empty_like(call.v), torch.empty_like(call.g)
-    hopper = _suits_hopper(call)
-    later, before, passing = counts = HOPPER_PARTS if hopper else (2, 1, 1)
-    parts = call.decays.new_empty(later + before, call.chunks, call.HV, call.tiles.chunk)
-    through = call.decays.new_empty(call.chunks, call.HV, passing)
+    later, before, partial = counts = HOPPER_PARTS if hopper else (2, 1, 1)
+    parts = call.decays.new_empty(later + before + 4 * hopper, call.chunks, call.HV, call.tiles.chunk)
+    through = call.decays.new_empty(call.chunks, call.HV, partial)
     slices = _count_slices(call, (1 if hopper else 2) * call.chunks * call.H)
     shape, dtype = (slices, *call.q.shape), call.q.dtype if slices == 1 else torch.float32
     dq, dk = (call.q.new_empty(shape, dtype=dtype) for _ in range(2))
     tensors = call.q, call.k, call.v, call.decays, do, entering, leaving, dq, dk, dv, parts, through
     (_start_hopper if hopper else _start_gradients)(call, tensors, slices)
-    call.start_chunks(passing_kernel, (parts, through, call.decays, dg), (call.chunks,), counts)
+    dtimes, dskip = (None if x is None else call.g.new_empty(call.g.shape, dtype=torch.float32) for x in call.factors)
+    flags = dtimes is not None, dskip is not None
+    call.start_chunks(
+        passing_kernel, (parts, through, call.decays, dg, dtimes, dskip), (call.chunks,), (*counts, *flags)
+    )
     dq, dk = (x[0] if slices == 1 else x.sum(0).to(q.dtype) for x in (dq, dk))
-    dtimes, dskip = factor_gradients(v, times, skip, do, dv)
-    return dq, dk, dv, dg, dtimes, dskip, dinitial
+    if not hopper:
+        dtimes, dskip = factor_gradients(v, times, skip, do, dv)
+    dtimes = None if times is None else dtimes.to(times.dtype)
+    return dq, dk, dv, dg, dtimes, None if skip is None else dskip.sum_to_size(skip.shape).to(skip.dtype), dinitial
 
 
 def _suits_hopper(call: "Call") -> bool:
@@ -137,7 +144,8 @@ def _start_hopper(call: "Call", tensors: tuple, slices: int) -> None:
     from linnet.ops.ssd.hopper import gradients_hopper_kernel  # Gluon may be missing from a release of Triton
 
     units = call.chunks * call.H * slices
-    constants = call.B * call.T, call.chunks, slices, *call.sizes, call.tiles.chunk, 3, 24
+    flags = [x is not None for x in call.factors]
+    constants = call.B * call.T, call.chunks, slices, *call.sizes, call.tiles.chunk, *flags, 3, 24
     programs = min(units, count_processors(call.q.device))
     options = {"num_warps": 8, "scratch": True, "maxnreg": 168}
     launch(gradients_hopper_kernel, programs, tensors, (call.scale,), constants, **options)
@@ -171,8 +179,7 @@ def factor_gradients(v, times, skip, do, dv) -> tuple[Tensor | None, Tensor | No
     tensors = v, align(times), align(skip), do, dv, dtimes, dskip
     constants = rows, HV, V, ROWS, pad(V), stride_of(skip), times is not None
     launch(factors_kernel, cdiv(rows, ROWS), tensors, (), constants)
-    dtimes = None if times is None else dtimes.to(times.dtype)
-    return dtimes, None if skip is None else dskip.sum_to_size(skip.shape).to(skip.dtype)
+    return dtimes, dskip
 
 
 def stride_of(skip: Tensor | None) -> int:
@@ -184,7 +191,7 @@ def ssd_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
     """The final state [B, HV, K, V] from zero, with c = v; `reverse`: the gradient of the initial one, with c = do."""
     if not supports(q, k, c):
         return chunked.ssd_summary(q, k, log_decay, c, scale, reverse)
-    call = Call(q, k, c, log_decay, None, scale)
+    call = Call(q, k, c, log_decay, None, None, None, scale)
     segments = _count_segments(call, call.walkers)
     sums, totals = call.sum_up(call.q if reverse else call.k, call.v, segments, reverse, True)
     # Each segment's state decays over those that follow it, in the order of the sweep.
@@ -202,8 +209,9 @@ def supports(*tensors: Tensor) -> bool:
 class Call:
     """The arguments of a call, contiguous, and its sizes."""
 
-    def __init__(self, q, k, v, log_decay, cu_seqlens, scale: float):
+    def __init__(self, q, k, v, log_decay, times, skip, cu_seqlens, scale: float):
         self.q, self.k, self.v, self.g = align(q), align(k), align(v), align(log_decay)
+        self.factors = align(times), align(skip)
         self.cu_seqlens, self.scale = align(cu_seqlens), scale
         (self.B, self.T, self.H, self.K), (self.HV, self.V) = q.shape, v.shape[2:]
         self.sizes = self.H, self.HV, self.K, self.V
@@ -221,9 +229,10 @@ class Call:
 
     @functools.cached_property
     def decays(self) -> Tensor:
-        """[chunks, HV, 4, tokens of a chunk]: sums of log-decays, and decays (`decays_kernel`)."""
-        decays = self.g.new_empty(self.chunks, self.HV, 4, self.tiles.chunk, dtype=torch.float32)
-        self.start_chunks(decays_kernel, (self.g, decays), (), ())
+        """[chunks, HV, 8, tokens of a chunk]: sums of log-decays, decays and factors (`decays_kernel`)."""
+        decays = self.g.new_empty(self.chunks, self.HV, 8, self.tiles.chunk, dtype=torch.float32)
+        times, skip = self.factors
+        self.start_chunks(decays_kernel, (self.g, times, skip, decays), (), (stride_of(skip), times is not None))
         return decays
 
     def start_chunks(self, kernel, tensors: tuple, sizes: tuple, counts: tuple) -> None:
@@ -261,7 +270,7 @@ class Call:
     def _start(self, a, c, initial, final, stored, sums, segments: int, reverse: bool, local: bool) -> None:
         constants = (
             self.T, self.states, segments, *self.sizes, self.tiles.chunk, self.tiles.block, *self.parts, reverse, local,
-            initial is not None, final is not None, *self.flags, self.tiles.stages,
+            self.factors[0] is not None, initial is not None, final is not None, *self.flags, self.tiles.stages,
         )  # fmt: skip
         tensors = a, c, self.decays, initial, final, stored, *sums, self.cu_seqlens
         programs = self.walkers * segments
