@@ -34,8 +34,16 @@ def everything(inputs, form, silu, function=run):
         return [y, *torch.autograd.grad(y, inputs, dy)]
 
 
-def assert_agrees(form, *sizes, silu=True, **options):
+def in_columns(x):
+    """The same numbers as columns of a wider tensor."""
+    wide = torch.nn.functional.pad(x.detach(), (8, 8), value=float("nan"))
+    return wide[..., 8:-8].requires_grad_()
+
+
+def assert_agrees(form, *sizes, silu=True, columns=False, **options):
     inputs = make(*sizes, **options)
+    if columns:
+        inputs[0] = in_columns(inputs[0])
     expected = everything([x.detach().requires_grad_() for x in widen(inputs)], "reference", silu)
     poison(expected, inputs[0].dtype)
     found = everything(inputs, form, silu)
@@ -197,6 +205,7 @@ def test_wrong_arguments_are_named():
 def test_kernels(dtype, silu):
     for T, D, W in ((1, 1, 4), (2, 100, 3), (127, 100, 3), (128, 256, 4), (129, 256, 4), (1000, 64, 8), (9, 64, 9)):
         assert_agrees("triton", 3, T, D, W, silu=silu, dtype=dtype, device="cuda", bias=D != 100)
+        assert_agrees("triton", 3, T, D, W, silu=silu, dtype=dtype, device="cuda", columns=True)
 
 
 @gpu
@@ -219,6 +228,8 @@ INTERPRETED = [
     ((1, 16, 128, 3), {"bias": False, "silu": False}),
     ((1, 20, 3, 4), {}),  # two segments
     ((2, 3, 33, 8), {"silu": False}),
+    ((2, 19, 24, 4), {"columns": True}),
+    ((1, 9, 24, 4), {"columns": True, "bias": False}),
     ((1, 2, 2, 1), {}),
 ]
 

@@ -21,16 +21,18 @@ from linnet.ops.launching import Launcher, align, cdiv, next_power_of_2
 from linnet.ops.shortconv import chunked
 
 MOST_TAPS = 8
-CHANNELS, READ_AHEAD = 128, 8  # of a program, 4 a thread; and tokens read at a time
-SEGMENT = 128  # tokens of a program
+CHANNELS = 128  # of a program, 4 a thread
+READ_AHEAD, READ_AHEAD_BACKWARD = 4, 8  # tokens read at a time
+SEGMENT, LEAST_SEGMENT = 128, 16  # tokens of a program; the fewest, where longer segments keep a GPU idle
+PROGRAMS = 1024
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool) -> Tensor:
     """y [R, T, D]; arguments as in the registered op."""
     if not _supports(x, weight):
         return chunked.forward(x, weight, bias, offset, silu)
-    inputs = tuple(align(y) for y in (x, weight, bias, offset))
-    y = torch.empty_like(inputs[0])
+    inputs = _align_rows(x), *(align(y) for y in (weight, bias, offset))
+    y = x.new_empty(x.shape)
     _plan(forward_kernel, *_key(*inputs), silu)(*inputs, y)
     return y
 
@@ -41,9 +43,9 @@ def backward(
     """Gradients to x, weight, bias and offset (or None)."""
     if not _supports(x, weight):
         return chunked.backward(x, weight, bias, offset, silu, dy)
-    inputs = tuple(align(y) for y in (x, weight, bias, offset))
-    (models, channels, width), segments = weight.shape, cdiv(x.shape[1], SEGMENT)
-    dx = torch.empty_like(inputs[0])
+    inputs = _align_rows(x), *(align(y) for y in (weight, bias, offset))
+    (models, channels, width), segments = weight.shape, cdiv(x.shape[1], _segment(x.shape))
+    dx = x.new_empty(x.shape)
     sums = x.new_empty(models, x.shape[0] // models * segments, width + 2, channels, dtype=torch.float32)
     _plan(backward_kernel, *_key(*inputs), silu)(*inputs, align(dy), dx, sums)
     total = sums.sum(1).to(weight.dtype)
@@ -59,33 +61,53 @@ def _supports(x: Tensor, weight: Tensor) -> bool:
     return not backend.is_wide("short_convolution", x, weight)
 
 
+def _align_rows(x: Tensor) -> Tensor:
+    """As `align`, but x [R, T, D] may be columns of a wider tensor (`linnet.ops.projections.project`)."""
+    whole = x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1) and x.stride(1) >= x.shape[2]
+    return x if whole and x.data_ptr() % 16 == 0 else align(x)
+
+
 def _key(*inputs: Tensor | None) -> tuple:
     """What a launch depends on, of x, weight, bias and offset."""
     dtypes = tuple(None if y is None else y.dtype for y in inputs)
-    return inputs[0].shape, inputs[1].shape, dtypes, inputs[0].device
+    return inputs[0].shape, inputs[0].stride(1), inputs[1].shape, dtypes, inputs[0].device
+
+
+def _block(channels: int) -> int:
+    """Channels of a program."""
+    return min(CHANNELS, max(32, next_power_of_2(channels)))
+
+
+def _segment(shape: torch.Size) -> int:
+    """Tokens of a program, of x [R, T, D]."""
+    (rows, length, channels), size = shape, SEGMENT
+    while size > LEAST_SEGMENT and rows * cdiv(length, size) * cdiv(channels, _block(channels)) < PROGRAMS:
+        size //= 2
+    return size
 
 
 @functools.lru_cache(1024)
-def _plan(kernel, shape, weight_shape, dtypes: tuple, device: torch.device, silu: bool) -> Launcher:
+def _plan(kernel, shape, hop: int, weight_shape, dtypes: tuple, device: torch.device, silu: bool) -> Launcher:
     (rows, length, channels), (models, _, width) = shape, weight_shape
-    block = min(CHANNELS, max(32, next_power_of_2(channels)))
-    segments = cdiv(length, SEGMENT)
-    even = channels % block == 0 and length % READ_AHEAD == 0
+    block, size = _block(channels), _segment(shape)
+    segments = cdiv(length, size)
+    ahead = READ_AHEAD if kernel is forward_kernel else READ_AHEAD_BACKWARD
+    even = channels % block == 0 and length % ahead == 0
     flags = (y is not None for y in dtypes[2:])
     constants = (
-        length, segments, rows // models, channels, width, block, READ_AHEAD, SEGMENT, silu, *flags, not even,
+        length, segments, rows // models, channels, hop, width, block, ahead, size, silu, *flags, not even,
     )  # fmt: skip
     return Launcher(kernel, rows * segments * cdiv(channels, block), constants, num_warps=1)
 
 
 @triton.jit
 def _place(T, G, PER, D: tl.constexpr, BD: tl.constexpr, SIZE: tl.constexpr):
-    """The channels, the model, the place of the row's first element, the first token, and the segment of all rows."""
+    """The channels, the model, the row's first token of all rows, the first of its own, and the segment of all rows."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     segment = tl.program_id(0) // BLOCKS
     row = segment // G
     d = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD)
-    return d, row // PER, row.to(tl.int64) * T * D, (segment % G) * SIZE, segment.to(tl.int64)
+    return d, row // PER, row.to(tl.int64) * T, (segment % G) * SIZE, segment.to(tl.int64)
 
 
 @triton.jit
@@ -105,10 +127,10 @@ def _load_taps(weight, bias, offset, model, d, D: tl.constexpr, W: tl.constexpr,
 
 
 @triton.jit
-def _load_value(x, t, d, first, T, D: tl.constexpr, EDGE: tl.constexpr, HAS_OFFSET: tl.constexpr,
+def _load_value(x, t, d, first, T, D: tl.constexpr, HOP: tl.constexpr, EDGE: tl.constexpr, HAS_OFFSET: tl.constexpr,
                 MASKED: tl.constexpr):  # fmt: skip
     """x of a token with its offset; without one in the dtype of memory, which takes fewer registers until then."""
-    value = _load(x, t, d, T, D, EDGE, MASKED)
+    value = _load(x, t, d, T, D, HOP, EDGE, MASKED)
     if HAS_OFFSET:
         value = value.to(tl.float32) + first
         if EDGE or MASKED:
@@ -117,9 +139,10 @@ def _load_value(x, t, d, first, T, D: tl.constexpr, EDGE: tl.constexpr, HAS_OFFS
 
 
 @triton.jit
-def _load(pointer, t, d, T, D: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr):
-    """A token of a row, in the dtype of memory; EDGE where it may lie outside the row, which is 0."""
-    at = pointer + t.to(tl.int64) * D + d
+def _load(pointer, t, d, T, D: tl.constexpr, HOP: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr):
+    """A token of a row, in the dtype of memory; HOP numbers lead to the next. EDGE where it may lie outside the row,
+    which is 0."""
+    at = pointer + t.to(tl.int64) * HOP + d
     if MASKED:
         return tl.load(at, mask=(d < D) & (t >= 0) & (t < T), other=0.0)
     elif EDGE:
@@ -139,19 +162,19 @@ def _sigmoid(z):
 
 @triton.jit
 def forward_kernel(
-    x, weight, bias, offset, y, T, G, PER, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, L: tl.constexpr,
-    SIZE: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    x, weight, bias, offset, y, T, G, PER, D: tl.constexpr, HOP: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
+    L: tl.constexpr, SIZE: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_OFFSET: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     d, model, base, begin, _ = _place(T, G, PER, D, BD, SIZE)
-    x, y = x + base, y + base
+    x, y = x + base * HOP, y + base * D
     taps, last, first = _load_taps(weight, bias, offset, model, d, D, W, HAS_BIAS, HAS_OFFSET)
     stop = tl.minimum(begin + SIZE, T)
     for i in tl.range(0, tl.cdiv(stop - begin, L)):
         t = begin + i * L
         values = ()
         for k in tl.static_range(L + W - 1):
-            values = values + (_load_value(x, t + k - (W - 1), d, first, T, D, k < W - 1, HAS_OFFSET, MASKED),)
+            values = values + (_load_value(x, t + k - (W - 1), d, first, T, D, HOP, k < W - 1, HAS_OFFSET, MASKED),)
         for k in tl.static_range(L):
             z = last
             for j in tl.static_range(W):
@@ -176,22 +199,22 @@ def _gradient(values, taps, last, dy, FIRST: tl.constexpr, W: tl.constexpr, SILU
 
 @triton.jit
 def backward_kernel(
-    x, weight, bias, offset, dy, dx, sums, T, G, PER, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
-    L: tl.constexpr, SIZE: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    MASKED: tl.constexpr,
+    x, weight, bias, offset, dy, dx, sums, T, G, PER, D: tl.constexpr, HOP: tl.constexpr, W: tl.constexpr,
+    BD: tl.constexpr, L: tl.constexpr, SIZE: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dx, and the sums of a segment for the taps, the bias and the offset: [segments of all rows, W + 2, D]."""
     d, model, base, begin, segment = _place(T, G, PER, D, BD, SIZE)
-    x, dy, dx = x + base, dy + base, dx + base
+    x, dy, dx = x + base * HOP, dy + base * D, dx + base * D
     taps, last, first = _load_taps(weight, bias, offset, model, d, D, W, HAS_BIAS, HAS_OFFSET)
     stop = tl.minimum(begin + SIZE, T)
 
     # Of the W - 1 tokens after the segment, whose taps reach into it; the nearest is the first of `later`.
     later, edge = (), ()
     for k in tl.static_range(2 * W - 2):
-        edge = edge + (_load_value(x, stop + k - (W - 1), d, first, T, D, True, HAS_OFFSET, MASKED),)
+        edge = edge + (_load_value(x, stop + k - (W - 1), d, first, T, D, HOP, True, HAS_OFFSET, MASKED),)
     for k in tl.static_range(W - 1):
-        later = later + (_gradient(edge, taps, last, _load(dy, stop + k, d, T, D, True, MASKED), k, W, SILU),)
+        later = later + (_gradient(edge, taps, last, _load(dy, stop + k, d, T, D, D, True, MASKED), k, W, SILU),)
     totals = ()
     for _ in tl.static_range(W + 2):
         totals = totals + (tl.zeros_like(last),)
@@ -201,9 +224,9 @@ def backward_kernel(
         t = begin + (chunks - 1 - i) * L
         values, gradients = (), ()
         for k in tl.static_range(L + W - 1):
-            values = values + (_load_value(x, t + k - (W - 1), d, first, T, D, k < W - 1, HAS_OFFSET, MASKED),)
+            values = values + (_load_value(x, t + k - (W - 1), d, first, T, D, HOP, k < W - 1, HAS_OFFSET, MASKED),)
         for k in tl.static_range(L):
-            gradients = gradients + (_load(dy, t + k, d, stop, D, False, MASKED),)
+            gradients = gradients + (_load(dy, t + k, d, stop, D, D, False, MASKED),)
         for k in tl.static_range(L - 1, -1, -1):
             own = _gradient(values, taps, last, gradients[k], k, W, SILU)
             near = (own,) + later  # of tokens t + k, t + k + 1, ...
