@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.ops.activation import ACTIVATIONS
+from linnet.ops.activation import ACTIVATIONS, gated_activation
 from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm
 from linnet.ops.tensor_parallel import Split, sum_over
 
@@ -43,14 +43,18 @@ class SRMSNorm(nn.Module):
         residual: Tensor | None = None,
         gate: Tensor | None = None,
         gate_activation: str = "none",
+        gate_first: bool = False,
         keep: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `linnet.ops.norm.rms_norm`. A split norm takes no residual."""
         gain = self.gain()
         if self.tp is not None:
+            if gate is not None and gate_first:
+                x, gate = gated_activation(gate, x, gate_activation), None
             settings = {"eps": self.eps, "gate": gate, "gate_activation": gate_activation}
             return split_rms_norm(x, gain, self.tp, **settings)
-        return rms_norm(x, gain, eps=self.eps, gate=gate, gate_activation=gate_activation, residual=residual, keep=keep)
+        gates = {"gate": gate, "gate_activation": gate_activation, "gate_first": gate_first}
+        return rms_norm(x, gain, eps=self.eps, **gates, residual=residual, keep=keep)
 
     def gain(self) -> Tensor | None:
         """Returns what multiplies each feature, [D], or None."""

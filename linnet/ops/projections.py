@@ -2,10 +2,12 @@
 
 A layer multiplies its input by several weights: q, k, v, gates. Autograd computes the gradient of each product by
 itself and adds them up, one pass over memory for each. Here each product of the backward adds to the sum of those
-before it, as matrix multiplication does at no extra pass.
+before it, as matrix multiplication does at no extra pass, and the gradient of a float32 weight is not rounded to the
+dtype of the product. Narrow weights are joined to one (`project`): a product with each reads as much memory as one with
+all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -73,6 +75,32 @@ def is_prepared(linear: nn.Linear) -> bool:
     return getattr(vars(linear).get("forward"), "func", None) is _multiply
 
 
+def project(x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+    """Returns the products [..., N] of x [..., D] with each of several narrow linear layers.
+
+    It is one product where their layer sums the gradient of x, and they have no hooks and the same options; the
+    products are then views of one tensor.
+    """
+    total, first = sum_of(x), linears[0]
+    joins = not torch.compiler.is_compiling() and total is not None and sums(x)
+    if not (joins and all(_is_bare(linear) and _options(linear) == _options(first) for linear in linears)):
+        return [linear(x) for linear in linears]
+    weight = torch.cat([linear.weight for linear in linears])
+    bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
+    return _Project.apply(x, weight, bias, total).split([linear.out_features for linear in linears], -1)
+
+
+def _is_bare(linear: nn.Linear) -> bool:
+    hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
+    return type(linear) is nn.Linear and is_prepared(linear) and not any(hooks)
+
+
+def _options(linear: nn.Linear) -> list[tuple | None]:
+    """Of the weight and the bias: what they must share with those of other layers."""
+    tensors = linear.weight, linear.bias
+    return [None if x is None else (type(x), x.dtype, x.device, x.requires_grad) for x in tensors]
+
+
 def sums(x: object) -> bool:
     """Returns whether the products that read an input x of a layer sum its gradient."""
     return (
@@ -119,8 +147,14 @@ def _multiply(linear: nn.Linear, x: Tensor) -> Tensor:
     total = sum_of(x)
     if total is None or not sums(x):
         return F.linear(x, linear.weight, linear.bias)
-    bias = None if linear.bias is None else linear.bias.to(x.dtype)
-    return _Project.apply(x, linear.weight.to(x.dtype), bias, total)
+    return _Project.apply(x, linear.weight, linear.bias, total)
+
+
+def _multiply_into(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a b in `dtype`; on a GPU a float32 product of narrower factors is not rounded to their dtype before."""
+    if a.is_cuda and torch.version.hip is None and dtype == torch.float32 != a.dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
 
 
 class _Enter(torch.autograd.Function):
@@ -139,9 +173,10 @@ class _Enter(torch.autograd.Function):
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, total):
+        ctx.sum, ctx.dtypes = total, (weight.dtype, None if bias is None else bias.dtype)
+        weight = weight.to(x.dtype)
         ctx.save_for_backward(x, weight)
-        ctx.sum = total
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -152,5 +187,6 @@ class _Project(torch.autograd.Function):
             dx = dy @ weight
         else:
             ctx.sum.add(rows, weight)
-        dw = rows.T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+        of_weight, of_bias = ctx.dtypes
+        dw = _multiply_into(rows.T, x.reshape(-1, x.shape[-1]), of_weight) if ctx.needs_input_grad[1] else None
+        return dx, dw, rows.sum(0, dtype=of_bias) if ctx.needs_input_grad[2] else None, None

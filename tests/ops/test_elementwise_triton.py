@@ -13,7 +13,7 @@ from linnet.layers.norm import build_norm, norm_and_gate, norm_and_keep
 from linnet.models.causal_lm import build_model
 from linnet.models.recipes.registry import family
 from linnet.ops import use_backend
-from linnet.ops.activation import gated_activation
+from linnet.ops.activation import gated_activation, softplus_decay, softplus_steps
 from linnet.ops.launching import align_slices, record
 from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm, unit_norm
 from linnet.ops.rotation import rotate
@@ -105,6 +105,28 @@ def check_branch(rows, width, gain, dtype=torch.bfloat16, device="cuda"):
     assert_agrees(lambda *tensors: layer_norm(*tensors[:3], residual=tensors[3]), x, weight, bias, residual)
 
 
+def check_gate_before_norm(rows, width, gain, activation="silu", dtype=torch.float32, device="cuda"):
+    """The norm of a gated input, as in Mamba-2; with gates that are columns of wider rows too."""
+    options = {"dtype": dtype, "device": device}
+    x, wide = normal(rows, width, **options), normal(1, rows, 8 + width, **options)[0]
+    weight = normal(width, device=device) if gain else None
+
+    def norm(x, weight, gate):
+        return rms_norm(x, weight, gate=gate, gate_activation=activation, gate_first=True)
+
+    def apart(x, weight, gate):
+        return rms_norm(gated_activation(gate, x, activation), weight)
+
+    assert_agrees(norm, x, weight, wide[:, 8:].contiguous())
+    inputs = [x.double(), None if weight is None else weight.double(), wide[:, 8:].double()]
+    assert_near([norm(x, weight, wide[:, 8:])], [apart(*inputs)])
+    with launching("norm.forward_kernel"), use_backend("triton"):
+        norm(x, weight, wide[:, 8:])
+    for more in ({"residual": x}, {"keep": True}, {"gate": None}):
+        with pytest.raises(ValueError, match="gate_first needs a gate"):
+            rms_norm(x, weight, **{"gate": x, "gate_first": True} | more)
+
+
 def check_layer_norm(rows, width, affine, activation, residual, dtype=torch.float32, device="cuda"):
     options = {"dtype": dtype, "device": device}
     x, other = normal(rows, width, **options) + 1, normal(1, rows, width, **options)[0]
@@ -157,6 +179,23 @@ def check_gates_in_wider_rows(rows, heads, width, dtype=torch.float32, device="c
                 assert torch.equal(y, function(gate.contiguous(), x.view(gate.shape), "silu"))
 
 
+def check_softplus_steps(rows, heads, channels, dtype=torch.float32, device="cuda"):
+    """Steps of logits from tiny to large, of which limits cut some; of logits that are columns of wider rows too."""
+    shape = (heads, channels) if channels else (heads,)
+    wide = 6 * normal(2, rows, 8 + heads * max(channels, 1) + 8, device=device).to(dtype)
+    x, rates, bias = wide[..., 8:-8].unflatten(-1, shape), normal(heads, device=device), normal(*shape, device=device)
+    for inputs in ((x, rates, bias), (x.contiguous(), rates.to(dtype), bias.to(dtype))):
+        assert_agrees(softplus_decay, *inputs)
+        assert_agrees(lambda *tensors: softplus_steps(*tensors, (0.05, 7.0)), *inputs)
+        assert_agrees(lambda x, bias, rates=rates: softplus_steps(x, rates, bias)[0], inputs[0], inputs[2])
+        with use_backend("triton"), launching("activation.softplus_steps_kernel"):
+            softplus_decay(*inputs)
+    small = torch.linspace(-80, -5, 64, device=device)[:, None]
+    with use_backend("triton"):
+        steps, _ = softplus_steps(small, small.new_zeros(1), small.new_zeros(1))
+    torch.testing.assert_close(steps.double(), torch.nn.functional.softplus(small.double()), rtol=1e-5, atol=0)
+
+
 def check_rotation(shape, heads, doubling, activation, positions, axes=None, dtype=torch.float32, device="cuda"):
     x = normal(*shape, dtype=dtype, device=device)
     theta = normal(heads, shape[-1] if doubling else shape[-1] // 2, device=device)
@@ -175,6 +214,14 @@ def check_rotation(shape, heads, doubling, activation, positions, axes=None, dty
 def test_norm_of_widths(width, dtype):
     check_norm(333, width, False, None, False, dtype)
     check_norm(333, width, True, "silu", True, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows, width", [(333, 5), (77, 100), (4096, 2048), (9, 8192)])
+def test_gate_before_norm(rows, width, dtype):
+    check_gate_before_norm(rows, width, False, dtype=dtype)
+    check_gate_before_norm(rows, width, True, "sigmoid", dtype)
 
 
 @gpu
@@ -260,6 +307,13 @@ def test_activation(activation, dtype):
 @pytest.mark.parametrize("rows, heads, width", [(64, 8, 192), (3, 1, 40), (64, 32, 64)])
 def test_gates_in_wider_rows(rows, heads, width, dtype):
     check_gates_in_wider_rows(rows, heads, width, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows, heads, channels", [(1000, 32, 0), (300, 5, 0), (7, 1, 0), (700, 8, 96)])
+def test_softplus_steps(rows, heads, channels, dtype):
+    check_softplus_steps(rows, heads, channels, dtype)
 
 
 @gpu
@@ -403,12 +457,14 @@ INTERPRETED = [
     *[(check, ()) for check in (check_layer_norm_under_autocast, check_frozen_layer_norm)],
     *[(check_norm, (37, 24, *options)) for options in [(False, None, False), (True, "silu", True)]],
     *[(check_norm, (2, 4100, gain, None, False)) for gain in (False, True)],
+    *[(check_gate_before_norm, (37, 24, gain)) for gain in (False, True)],
     *[(check_norm, (9, 64, *options)) for options in [(True, None, False), (False, "sigmoid", True)]],
     *[(check_split_norm, (37, 24, *options)) for options in [(False, "silu"), (True, "sigmoid"), (True, None)]],
     *[(check, (9, 24, gain)) for gain in (False, True) for check in (check_kept, check_branch)],
     *[(check_shares, shape) for shape in [(1, 1, 30, 40), (2, 3, 4, 16), (400, 1, 3, 5)]],
     *[(check_activation, ((7, 301), activation)) for activation in ("none", "silu", "sigmoid", "relu")],
     (check_gates_in_wider_rows, (3, 2, 24)),
+    *[(check_softplus_steps, sizes) for sizes in [(150, 32, 0), (7, 3, 0), (5, 2, 80)]],
     (check_rotation, ((2, 9, 3, 8), 3, True, "silu", 1000)),
     (check_rotation, ((2, 9, 3, 6), 1, False, "none", 1000)),
     (check_rotation, ((5, 2, 8), 2, False, "silu", 1000)),

@@ -66,6 +66,15 @@ def test_every_projection_of_gated_deltanet_joins(summed):
     assert sorted(summed) == sorted(tuple(linear.weight.shape) for linear in inputs)
 
 
+def test_narrow_projections_of_mamba2_are_one_product(summed):
+    model = build_model(family("mamba2")(64, 1, 0, 96, vocab_size=64))
+    projections.prepare(layers_of(model))
+    gradients(model)
+    mixer = model.backbone.blocks[0].mixer
+    narrow = sum(linear.out_features for linear in (mixer.dt_proj, mixer.C_proj, mixer.B_proj))
+    assert sorted(summed) == sorted([tuple(x.weight.shape) for x in (mixer.gate_proj, mixer.in_proj)] + [(narrow, 64)])
+
+
 def test_autocast_and_biases(summed):
     config = family("llama")(64, 2, 0, 96, vocab_size=64)
     expected_model = build_model(config.model_copy(update={"bias": "all"}))
@@ -351,3 +360,49 @@ def test_on_a_cpu_nothing_changes(monkeypatch):
     model = Model()
     projections.prepare(layers_of(model))
     model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+
+
+class Joined(Reader):
+    def forward(self, x):
+        first, second = projections.project(x, (self.first, self.second))
+        return self.out(first * second) + x.sin()
+
+
+def freeze(model):
+    model.layer.second.weight.requires_grad_(False)
+
+
+def drop_bias(model):
+    model.layer.second.bias = None
+
+
+def add_hook(model):
+    model.layer.first.register_forward_hook(lambda linear, inputs, y: 2 * y)
+
+
+def replace_class(model):
+    model.layer.first.__class__ = Doubled
+
+
+def drop_biases(model):
+    model.layer.first.bias = model.layer.second.bias = None
+
+
+@pytest.mark.parametrize(
+    "change, products", [(None, 1), (drop_biases, 1), (freeze, 2), (drop_bias, 2), (add_hook, 2), (replace_class, 1)]
+)
+def test_joined_products(change, products, summed):
+    """They are one where that gives what each layer gives; a layer of another class sums nothing."""
+    expected_model = Model(Joined).double()
+    model = copy.deepcopy(expected_model)
+    projections.prepare(layers_of(model))
+    for each in (model, expected_model):
+        if change is not None:
+            change(each)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    actual, expected = (leaf_and_weights(each, X.double()) for each in (model, expected_model))
+    assert [x is None for x in actual] == [x is None for x in expected]
+    for a, e in zip(actual, expected, strict=True):
+        if e is not None:
+            torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+    assert len(summed) == products and len(frozen) == (change is freeze)

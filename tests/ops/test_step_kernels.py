@@ -11,12 +11,13 @@ from torch.nn import functional as F
 
 from linnet import ops
 from linnet.ops import stepping
-from linnet.ops.delta import log_decay_of, projected_delta_step
+from linnet.ops.activation import softplus_decay, softplus_steps
+from linnet.ops.delta import projected_delta_step
 from linnet.ops.gated import forget_gated_step
 from linnet.ops.gated.forget import forget_gated_attention
 from linnet.ops.norm import unit_norm
 from linnet.ops.shortconv import short_convolution_steps
-from linnet.ops.ssd import projected_ssd_step, steps_of
+from linnet.ops.ssd import projected_ssd_step
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -139,7 +140,7 @@ class Case:
             constants = {"rates": rates, "bias": self.normal(HV, dtype=wide) - 2, "skip": self.normal(HV, dtype=wide)}
 
             def dual(q, k, v, decay, rates, bias, skip, initial_state, output_final_state, scale):
-                times, log_decay = steps_of(decay, rates, bias, (0.05, 0.9))
+                times, log_decay = softplus_steps(decay, rates, bias, (0.05, 0.9))
                 o, final = ops.ssd(q, k, times[..., None] * v, log_decay, initial_state=initial_state,
                                    output_final_state=True)  # fmt: skip
                 return o + skip[:, None] * v, final
@@ -168,7 +169,7 @@ class Case:
         constants = {} if op == "projected_net" else {"rates": rates, "bias": self.normal(HV, *tail, dtype=wide) - 2}
 
         def rule(q, k, v, strength, decay=None, rates=None, bias=None, **options):
-            log_decay = None if decay is None else log_decay_of(decay, rates, bias)
+            log_decay = None if decay is None else softplus_decay(decay, rates, bias)
             return ops.gated_delta_rule(unit_norm(q), unit_norm(k), v, log_decay, 2 * strength.sigmoid(), **options)
 
         def step(t, streams, constants, states):

@@ -1,17 +1,19 @@
-"""Gated activations act(gate) * x, the middle of a gated linear unit; and the logarithm of a sigmoid."""
+"""Gated activations act(gate) * x, the middle of a gated linear unit; log-decays from a sigmoid or a softplus."""
 
 import importlib
+import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend
+from linnet.ops.chunks import at_least_float32
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply
 from linnet.ops.registration import Mapped, is_mapped, lead
 
-__all__ = ["ACTIVATIONS", "gated_activation", "log_sigmoid"]
+__all__ = ["ACTIVATIONS", "gated_activation", "log_sigmoid", "softplus_decay", "softplus_steps"]
 
 ACTIVATIONS = {"none": lambda x: x, "silu": F.silu, "sigmoid": F.sigmoid, "gelu": F.gelu, "relu": F.relu}
 ACTIVATIONS["relu2"] = lambda x: F.relu(x).square()
@@ -112,3 +114,61 @@ class _LogSigmoid(torch.autograd.Function):
 
 
 _apply_log_sigmoid = find_apply(_LogSigmoid)
+
+
+def softplus_decay(x: Tensor, rates: Tensor, bias: Tensor) -> Tensor:
+    """Returns the log-decays of `softplus_steps` alone."""
+    return _softplus_steps(x, rates, bias, (0.0, math.inf), False)[1]
+
+
+def softplus_steps(
+    x: Tensor, rates: Tensor, bias: Tensor, limits: tuple[float, float] = (0.0, math.inf)
+) -> tuple[Tensor, Tensor]:
+    """Returns steps d = softplus(x + bias), clamped to `limits`, and log-decays -exp(rates) d, at least in float32.
+
+    The discretisation of Mamba (arXiv:2312.00752). On a GPU in eager mode one kernel does it and one its backward,
+    which keep nothing but the arguments; elsewhere, and for a compiler, it is a composition of PyTorch's functions.
+
+    Args:
+        x: [..., H] or [..., H, K].
+        rates: [H].
+        bias: [H] or [H, K], as x.
+    """
+    return _softplus_steps(x, rates, bias, limits, True)
+
+
+def _softplus_steps(x, rates, bias, limits: tuple[float, float], keeps_steps: bool) -> tuple[Tensor, Tensor]:
+    plain = is_plain((x, rates, bias)) and backend.use_triton("activation", x.is_cuda) and x.numel() > 0
+    if plain and not backend.is_wide("softplus_steps", x, rates, bias):
+        return _apply_softplus_steps(x, rates, bias, limits, keeps_steps)
+    return softplus_steps_reference(x, rates, bias, limits)
+
+
+def softplus_steps_reference(x, rates, bias, limits: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """As `softplus_steps`: the composition of PyTorch's functions."""
+    steps = F.softplus(at_least_float32(x) + at_least_float32(bias))
+    if limits != (0.0, math.inf):
+        steps = steps.clamp(*limits)
+    rates = at_least_float32(rates).exp()
+    return steps, -(rates if bias.ndim == 1 else rates[:, None]) * steps
+
+
+class _SoftplusSteps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rates, bias, limits, keeps_steps):
+        kernels = importlib.import_module("linnet.ops.activation.triton")
+        ctx.save_for_backward(x, rates, bias)
+        ctx.constants = kernels, limits
+        ctx.set_materialize_grads(False)
+        return kernels.softplus_steps_forward(x, rates, bias, limits, keeps_steps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dsteps, dlog_decay):
+        kernels, limits = ctx.constants
+        if dsteps is None and dlog_decay is None:
+            return (None,) * 5
+        return *kernels.softplus_steps_backward(*ctx.saved_tensors, limits, dsteps, dlog_decay), None, None
+
+
+_apply_softplus_steps = find_apply(_SoftplusSteps)

@@ -1,4 +1,4 @@
-"""Gated activations on a GPU: one pass forward; the backward computes the activation again from the inputs."""
+"""Gated activations and log-decays on a GPU: one pass forward; the backward computes them again from the inputs."""
 
 import functools
 
@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import activate, activate_and_differentiate, after_previous
-from linnet.ops.launching import Launcher, align, align_slices, cdiv
+from linnet.ops.device import activate, activate_and_differentiate, after_previous, softplus
+from linnet.ops.launching import Launcher, align, align_slices, cdiv, next_power_of_2
 
 BLOCK, WARPS = 2048, 4
+SEGMENT, COLUMNS = 256, 128  # rows and columns whose sums a program has
 
 
 def supports(gate: Tensor, x: Tensor, activation: str) -> bool:
@@ -54,6 +55,49 @@ def log_sigmoid_backward(x: Tensor, dy: Tensor, divisor: float) -> Tensor:
     dx = torch.empty_like(x)
     _plan(log_sigmoid_kernel, x.numel(), x.dtype, dy.dtype, "slope", x.device)(x, dy, dx, x.numel(), 1.0 / divisor)
     return dx
+
+
+def softplus_steps_forward(x, rates, bias, limits: tuple[float, float], keeps_steps: bool):
+    """Steps, or None, and log-decays, in float32."""
+    log_decay = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    steps = torch.empty_like(log_decay) if keeps_steps else None
+    (x, hop), rates, bias = _align_rows(x, bias), align(rates), align(bias)
+    key = bias.numel(), rates.numel(), hop, x.dtype, rates.dtype, bias.dtype, x.device, keeps_steps
+    _plan_steps(cdiv(x.numel(), BLOCK), *key)(x, rates, bias, steps, log_decay, x.numel(), *map(float, limits))
+    return steps, log_decay
+
+
+def softplus_steps_backward(
+    x, rates, bias, limits: tuple[float, float], dsteps: Tensor | None, dlog_decay: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, rates and bias."""
+    dx = x.new_empty(x.shape)
+    (x, hop), rates, bias, *gradients = _align_rows(x, bias), *map(align, (rates, bias, dsteps, dlog_decay))
+    rows = x.numel() // bias.numel()
+    segments = cdiv(rows, SEGMENT)
+    sums = x.new_empty(segments, 2, bias.numel(), dtype=torch.float32)
+    dtypes = tuple(None if y is None else y.dtype for y in gradients)
+    key = bias.numel(), rates.numel(), hop, x.dtype, rates.dtype, bias.dtype, x.device, dtypes
+    _plan_steps(segments, *key)(x, rates, bias, *gradients, dx, sums, rows, *map(float, limits))
+    of_bias, of_rates = sums.sum(0)
+    return dx, of_rates.view(rates.numel(), -1).sum(1).to(rates.dtype), of_bias.view(bias.shape).to(bias.dtype)
+
+
+def _align_rows(x: Tensor, bias: Tensor) -> tuple[Tensor, int]:
+    """Returns x, whose rows are as long as the bias, in place or aligned; and the numbers from one row to the next."""
+    x, _, hop = align_slices(x.reshape(-1, *bias.shape))
+    return x, hop or bias.numel()
+
+
+@functools.lru_cache(1024)
+def _plan_steps(programs: int, columns: int, heads: int, hop: int, dtype, of_rates, of_bias, device, kind) -> Launcher:
+    """Of the forward, which keeps steps or not, or of the backward, with the dtypes of its gradients."""
+    sizes = columns, columns // heads, hop
+    if isinstance(kind, bool):
+        return Launcher(softplus_steps_kernel, programs, (*sizes, kind, BLOCK), num_warps=WARPS)
+    block = min(COLUMNS, next_power_of_2(columns))
+    constants = *sizes, *(x is not None for x in kind), block, BLOCK // block, SEGMENT
+    return Launcher(softplus_steps_backward_kernel, programs * cdiv(columns, block), constants, num_warps=WARPS)
 
 
 @functools.lru_cache(1024)
@@ -104,3 +148,52 @@ def log_sigmoid_kernel(x, dy, y, count, factor, FORM: tl.constexpr, BLOCK: tl.co
         log = tl.where(more == 1.0, small, tl.log(more) * (small / tl.where(more == 1.0, 1.0, more - 1.0)))
         ty = (tl.minimum(tx, 0.0) - log) * factor
     tl.store(y + at, ty.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def softplus_steps_kernel(
+    x, rates, bias, steps, log_decay, count, low, high, C: tl.constexpr, GROUP: tl.constexpr, HOP: tl.constexpr,
+    KEEPS_STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of C numbers, HOP apart in x; GROUP columns have one rate."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask, column = at < count, at % C
+    z = tl.load(x + at // C * HOP + column, mask=mask, other=0.0).to(tl.float32)
+    z += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    step = tl.minimum(tl.maximum(softplus(z), low), high)
+    rate = tl.exp(tl.load(rates + column // GROUP, mask=mask, other=0.0).to(tl.float32))
+    if KEEPS_STEPS:
+        tl.store(steps + at, step, mask=mask)
+    tl.store(log_decay + at, -rate * step, mask=mask)
+
+
+@triton.jit
+def softplus_steps_backward_kernel(
+    x, rates, bias, dsteps, dlog_decay, dx, sums, rows, low, high, C: tl.constexpr, GROUP: tl.constexpr,
+    HOP: tl.constexpr, HAS_STEPS: tl.constexpr, HAS_LOG: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """dx, and the sums of SIZE rows for the bias and the rates, [segments, 2, C]."""
+    BLOCKS: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
+    segment = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < C
+    first = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(rates + column // GROUP, mask=inside, other=0.0).to(tl.float32))
+    of_bias, of_rates = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
+    for i in range(0, SIZE, ROWS):
+        row = segment * SIZE + i + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        z = tl.load(x + row[:, None] * HOP + column[None, :], mask=mask, other=0.0).to(tl.float32) + first[None, :]
+        at, step, gradient = row[:, None] * C + column[None, :], softplus(z), tl.zeros([ROWS, COLUMNS], tl.float32)
+        if HAS_STEPS:
+            gradient += tl.load(dsteps + at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_LOG:
+            passed = -rate[None, :] * tl.load(dlog_decay + at, mask=mask, other=0.0).to(tl.float32)
+            of_rates += tl.sum(passed * tl.minimum(tl.maximum(step, low), high), 0)
+            gradient += passed
+        gradient = tl.where(mask & (step >= low) & (step <= high), gradient / (1.0 + tl.exp(-z)), 0.0)
+        tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=mask)
+        of_bias += tl.sum(gradient, 0)
+    tl.store(sums + segment * (2 * C) + column, of_bias, mask=inside)
+    tl.store(sums + segment * (2 * C) + C + column, of_rates, mask=inside)

@@ -4,9 +4,9 @@ import warnings
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from linnet.ops import backend
+from linnet.ops.activation import softplus_decay
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_sequence
 from linnet.ops.chunks import at_least_float32, decay_rest, exact, state_dtype
 from linnet.ops.delta import chunked
@@ -204,16 +204,9 @@ def projected_delta_step(
     if use_kernel("delta", state, q, k, v, decay, rates, bias, strength, half=True, pending=pending):
         return token_step(q, k, v, decay, rates, bias, strength, None, None, state, scale, pending, most, logits=True)
     q, k = unit_norm(q), unit_norm(k)
-    log_decay = None if decay is None else log_decay_of(decay, rates, bias)
+    log_decay = None if decay is None else softplus_decay(decay, rates, bias)
     erase = most * at_least_float32(strength).sigmoid()
     return gated_delta_step(q, k, v, log_decay, erase, None, state, scale=scale, pending=pending)
-
-
-def log_decay_of(decay: Tensor, rates: Tensor, bias: Tensor) -> Tensor:
-    """Returns -exp(rates) softplus(decay + bias), at least in float32; decay and bias [..., HV] or [..., HV, K]."""
-    rates = at_least_float32(rates).exp()
-    rates = rates if bias.ndim == 1 else rates[:, None]
-    return -rates * F.softplus(at_least_float32(decay) + at_least_float32(bias))
 
 
 _token_step = register_step(

@@ -1,4 +1,4 @@
-"""Root-mean-square norm (001, equation 14) and LayerNorm, with the residual sum before and the gate after them."""
+"""Root-mean-square norm (001, equation 14) and LayerNorm, with the residual sum before and the gate around them."""
 
 import functools
 import importlib
@@ -27,6 +27,7 @@ def rms_norm(
     eps: float = 1e-6,
     gate: Tensor | None = None,
     gate_activation: str = "none",
+    gate_first: bool = False,
     residual: Tensor | None = None,
     keep: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -41,6 +42,7 @@ def rms_norm(
         weight: [D], the gain, or None.
         gate: as x; multiplies the result after its activation.
         gate_activation: none, sigmoid or silu.
+        gate_first: the norm is that of h = x * act(gate), as in Mamba-2; without a residual and `keep`.
         residual: as x; the result is then (y, h), and the next residual is h.
         keep: the result is (y, h) without a residual as well. What reads x beside the norm reads that h: its gradient
             is then added in the pass of the norm's backward, not in one of its own.
@@ -50,17 +52,20 @@ def rms_norm(
         follow.
 
     Raises:
-        ValueError: shapes that do not go together, an unknown activation.
+        ValueError: shapes that do not go together, an unknown activation, `gate_first` without a gate, or with a
+            residual or `keep`.
     """
     _check("rms_norm", x, {"weight": weight}, gate, gate_activation, residual)
+    if gate_first and (gate is None or residual is not None or keep):
+        raise ValueError("rms_norm: gate_first needs a gate, and takes no residual and no keep")
     dtype = product_dtype(x, x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
     tensors, keep = (x, weight, gate, residual), keep or residual is not None
     if is_plain(tensors) and _has_kernel(*tensors):
-        y, h = _apply(*tensors, float(eps), gate_activation, dtype, keep)
+        y, h = _apply(*tensors, float(eps), gate_activation, gate_first, dtype, keep)
     elif is_mapped(*tensors) and _has_kernel(*tensors):
-        y, h = Mapped.apply(_rule, *tensors, float(eps), gate_activation, dtype, keep)
+        y, h = Mapped.apply(_rule, *tensors, float(eps), gate_activation, gate_first, dtype, keep)
     else:
-        y, h = rms_norm_reference(x, weight, eps, gate, gate_activation, residual, dtype)
+        y, h = rms_norm_reference(x, weight, eps, gate, gate_activation, residual, dtype, gate_first)
     return (y, h) if keep else y
 
 
@@ -71,7 +76,7 @@ def unit_norm(x: Tensor) -> Tensor:
     """
     if is_plain((x,)) and _has_kernel(x):
         width = x.shape[-1]
-        y, _ = _apply(x, _unit_gain(width, x.device), None, None, 1e-6 / width, "none", x.dtype, False)
+        y, _ = _apply(x, _unit_gain(width, x.device), None, None, 1e-6 / width, "none", False, x.dtype, False)
         return y
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
@@ -117,11 +122,11 @@ def _check(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, gate, residual, eps, gate_activation, dtype, keep):
+    def forward(ctx, x, weight, gate, residual, eps, gate_activation, gate_first, dtype, keep):
         kernels = importlib.import_module("linnet.ops.norm.triton")
-        y, h = kernels.norm_forward(x, weight, gate, residual, eps, gate_activation, dtype)
+        y, h = kernels.norm_forward(x, weight, gate, residual, eps, gate_activation, dtype, gate_first=gate_first)
         ctx.save_for_backward(h, weight, gate)
-        ctx.constants = kernels, eps, gate_activation
+        ctx.constants = kernels, eps, gate_activation, gate_first
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         return y, (h if keep else None)
@@ -130,23 +135,25 @@ class _RmsNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, dh):
         h, weight, gate = ctx.saved_tensors
-        kernels, eps, gate_activation = ctx.constants
+        kernels, eps, gate_activation, first = ctx.constants
         dy = torch.zeros_like(h) if dy is None else dy
         of_x, of_residual = ctx.dtypes
         dresidual, dweight, dgate, dx = kernels.norm_backward(
-            h, weight, gate, dy, dh, eps, gate_activation, ctx.needs_input_grad[1], of_x
+            h, weight, gate, dy, dh, eps, gate_activation, ctx.needs_input_grad[1], of_x, gate_first=first
         )
         dresidual = None if of_residual is None else dresidual.to(of_residual)
-        return dx, dweight, dgate, dresidual, None, None, None, None
+        return dx, dweight, dgate, dresidual, *[None] * 5
 
 
 _apply = find_apply(_RmsNorm)
 
 
 def rms_norm_reference(
-    x, weight, eps, gate=None, gate_activation="none", residual=None, dtype=None
+    x, weight, eps, gate=None, gate_activation="none", residual=None, dtype=None, gate_first=False
 ) -> tuple[Tensor, Tensor]:
     """y = (h / rms(h) * weight) act(gate) and h = x + residual (or x); arguments as `rms_norm`."""
+    if gate_first:
+        x, gate = x * ACTIVATIONS[gate_activation](gate), None
     h = x if residual is None else x + residual
     if weight is None or weight.dtype == h.dtype:
         y = F.rms_norm(h, h.shape[-1:], weight, eps)

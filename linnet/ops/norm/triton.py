@@ -57,23 +57,35 @@ def choose_walk(elements: int, bytes_each: int, shared: int) -> tuple[int, int]:
 
 
 def norm_forward(
-    x, weight, gate, residual, eps, gate_activation, dtype, bias=None, center=False
+    x, weight, gate, residual, eps, gate_activation, dtype, bias=None, center=False, gate_first=False
 ) -> tuple[Tensor, Tensor]:
     """y in `dtype` and h = x + residual (x itself without one). A weight [G, D] has a gain for each of G equal
-    parts of the rows. With `center` it is LayerNorm, which has a bias if it has a weight."""
+    parts of the rows. With `center` it is LayerNorm, which has a bias if it has a weight. With `gate_first` the gate
+    multiplies x, before the norm."""
     x, weight, bias, residual = map(align, (x, weight, bias, residual))
     gate, *slices = align_slices(gate)
     h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = torch.empty_like(x, dtype=dtype)
     dtypes = _dtypes(x, residual, weight, gate, y)
-    kind = gate_activation, *slices
+    kind = gate_activation, gate_first, *slices
     launch = _plan_forward(x.shape[-1], x.numel(), *dtypes, *kind, x.device, _count_gains(weight), center)
     launch(x, residual, weight, bias, gate, y, h, _count_rows(x, weight), eps)
     return y, h
 
 
 def norm_backward(
-    h, weight, gate, dy, dh, eps, gate_activation, needs_weight=True, narrow=None, bias=None, center=False
+    h,
+    weight,
+    gate,
+    dy,
+    dh,
+    eps,
+    gate_activation,
+    needs_weight=True,
+    narrow=None,
+    bias=None,
+    center=False,
+    gate_first=False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Gradients of h, weight and gate from those of y and (with a residual) of h as an output; and that of h in the
     dtype `narrow` as well, if it is another. With `center` that of the weight is [2, D], of weight and bias."""
@@ -83,7 +95,8 @@ def norm_backward(
     dnarrow = None if narrow in (None, h.dtype) else torch.empty_like(h, dtype=narrow)
     needs_weight = needs_weight and weight is not None
     width, dtypes, gains = h.shape[-1], _dtypes(h, weight, gate, dy, dh, dnarrow), _count_gains(weight)
-    launch, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device, gains, center)
+    kind = gate_activation, gate_first
+    launch, programs = _plan_backward(width, h.numel(), *dtypes, *kind, needs_weight, h.device, gains, center)
     partial = h.new_empty(programs, width * (2 if center else 1), dtype=torch.float32) if needs_weight else None
     launch(h, weight, bias, gate, dy, dh, dx, dnarrow, dgate, partial, _count_rows(h, weight), gains, eps)
     dweight = None
@@ -107,7 +120,7 @@ def _count_rows(x: Tensor, weight: Tensor | None) -> int:
 
 @functools.lru_cache(1024)
 def _plan_forward(
-    width, numel, x, residual, weight, gate, y, gate_activation, slice_width, slice_stride, device, gains, center
+    width, numel, x, residual, weight, gate, y, gate_activation, first, slice_width, slice_stride, device, gains, center
 ) -> Launcher:
     if width > WHOLE and residual is gate is None and not center:
         constants = (width, PART, weight is not None, gains > 1)
@@ -115,8 +128,8 @@ def _plan_forward(
     columns, rows, warps = choose_tile(width)
     kind = "absent" if gate is None else gate_activation
     constants = (
-        width, columns, rows, residual is not None, weight is not None, kind, slice_width // width, slice_stride,
-        gains > 1, center,
+        width, columns, rows, residual is not None, weight is not None, kind, first, slice_width // width,
+        slice_stride, gains > 1, center,
     )  # fmt: skip
     programs = gains * cdiv(numel // width // gains, rows)
     return Launcher(forward_kernel, programs, constants, num_warps=warps)
@@ -124,7 +137,7 @@ def _plan_forward(
 
 @functools.lru_cache(1024)
 def _plan_backward(
-    width, numel, h, weight, gate, dy, dh, dnarrow, gate_activation, needs_weight, device, gains, center
+    width, numel, h, weight, gate, dy, dh, dnarrow, gate_activation, first, needs_weight, device, gains, center
 ) -> tuple[Launcher, int]:
     columns, rows, warps = choose_tile(width, gain=needs_weight)
     part = numel // width // gains
@@ -135,7 +148,7 @@ def _plan_backward(
         walkers, stages = choose_walk(rows * columns, inputs, count_shared_memory(device) - 35 * 1024)
         programs = min(programs, cdiv(walkers * count_processors(device, interpreted=1), gains))
     kind = "absent" if gate is None else gate_activation
-    flags = weight is not None, kind, dh is not None, dnarrow is not None
+    flags = weight is not None, kind, first, dh is not None, dnarrow is not None
     constants = (width, columns, rows, *flags, needs_weight, stages, gains > 1, center)
     return Launcher(backward_kernel, gains * programs, constants, num_warps=warps), gains * programs
 
@@ -148,8 +161,8 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 def forward_kernel(
     x, residual, weight, bias, gate, y, h, count, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, SLICE: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr,
-    CENTER: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, FIRST: tl.constexpr, SLICE: tl.constexpr, STRIDE: tl.constexpr,
+    PARTS: tl.constexpr, CENTER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """y and h of some rows; with PARTS every `count` rows have a gain of their own. If SLICE, the gates of so many rows
     are in one piece, and STRIDE numbers behind those before them."""
@@ -170,6 +183,13 @@ def forward_kernel(
         rounded = th.to(h.dtype.element_ty)
         tl.store(h + at, rounded, mask=mask)
         th = rounded.to(tl.float32)  # what the backward will read
+    if GATE != "absent":
+        gate_at = at
+        if SLICE:
+            gate_at = ((row + before) // SLICE * STRIDE + (row + before) % SLICE * WIDTH)[:, None] + column[None, :]
+        gates = activate(tl.load(gate + gate_at, mask=mask, other=0.0).to(tl.float32), GATE)
+        if FIRST:
+            th *= gates
     if CENTER:
         th = tl.where(mask, th - (tl.sum(th, 1) / WIDTH)[:, None], 0.0)
     ty = th * tl.rsqrt(tl.sum(th * th, 1) / WIDTH + eps)[:, None]
@@ -177,11 +197,8 @@ def forward_kernel(
         ty *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
         if CENTER:
             ty += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
-    if GATE != "absent":
-        gate_at = at
-        if SLICE:
-            gate_at = ((row + before) // SLICE * STRIDE + (row + before) % SLICE * WIDTH)[:, None] + column[None, :]
-        ty *= activate(tl.load(gate + gate_at, mask=mask, other=0.0).to(tl.float32), GATE)
+    if GATE != "absent" and not FIRST:
+        ty *= gates
     tl.store(y + at, ty.to(y.dtype.element_ty), mask=mask)
 
 
@@ -215,8 +232,8 @@ def forward_parts_kernel(
 def backward_kernel(
     h, weight, bias, gate, dy, dh, dx, dnarrow, dgate, partial, count, parts, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr,
-    HAS_DH: tl.constexpr, NARROW: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
-    CENTER: tl.constexpr,
+    FIRST: tl.constexpr, HAS_DH: tl.constexpr, NARROW: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
     """Gradients; with PARTS there are `parts` of `count` rows, each with a gain of its own."""
     pid = tl.program_id(0)
@@ -241,11 +258,15 @@ def backward_kernel(
         at = row[:, None] * WIDTH + column[None, :]
         th = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
         td = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        if FIRST:
+            tx = th
+            tg, slope = activate_and_differentiate(tl.load(gate + at, mask=mask, other=0.0).to(tl.float32), GATE)
+            th *= tg
         if CENTER:
             th = tl.where(mask, th - (tl.sum(th, 1) / WIDTH)[:, None], 0.0)
         inverse = tl.rsqrt(tl.sum(th * th, 1) / WIDTH + eps)[:, None]
         normed = th * inverse
-        if GATE != "absent":
+        if GATE != "absent" and not FIRST:
             tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
             tg, slope = activate_and_differentiate(tg, GATE)
             if CENTER and HAS_WEIGHT:
@@ -266,6 +287,9 @@ def backward_kernel(
         if CENTER:
             td -= (tl.sum(td, 1) / WIDTH)[:, None]
         tdx = (td - normed * along[:, None]) * inverse
+        if FIRST:
+            tl.store(dgate + at, (tdx * tx * slope).to(dgate.dtype.element_ty), mask=mask)
+            tdx *= tg
         if HAS_DH:
             tdx += tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + at, tdx.to(dx.dtype.element_ty), mask=mask)

@@ -2,11 +2,11 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from linnet.ops import backend
+from linnet.ops.activation import softplus_steps
 from linnet.ops.arguments import check_decay_dtype, check_decay_values, check_grouped, check_half, check_sequence
-from linnet.ops.chunks import at_least_float32, decay_rest, exact, state_dtype
+from linnet.ops.chunks import decay_rest, exact, state_dtype
 from linnet.ops.delta import check_state, token_step
 from linnet.ops.registration import empty_state, register_matrix_state, register_plain
 from linnet.ops.spans import cut_linear, run_form, split_rows
@@ -212,16 +212,6 @@ def projected_ssd_step(
         pending.check("projected_ssd_step", k, v, decay)
     if use_kernel("ssd", state, q, k, v, decay, rates, bias, skip, half=True, pending=pending):
         return token_step(q, k, v, decay, rates, bias, None, None, skip, state, 1.0, pending, steps=steps, logits=True)
-    times, log_decay = steps_of(decay, rates, bias, steps)
+    times, log_decay = softplus_steps(decay, rates, bias, steps)
     y = ssd_step(q, k, (times[..., None] * v).to(v.dtype), log_decay, state, pending=pending)
     return (y + skip[:, None] * v).to(y.dtype)
-
-
-def steps_of(
-    decay: Tensor, rates: Tensor, bias: Tensor, steps: tuple[float, float] = (0.0, float("inf"))
-) -> tuple[Tensor, Tensor]:
-    """Returns d = softplus(decay + bias) clamped to `steps` and -exp(rates) d, at least in float32, as `decay`."""
-    times = F.softplus(at_least_float32(decay) + at_least_float32(bias))
-    if steps != (0.0, float("inf")):
-        times = times.clamp(*steps)
-    return times, -at_least_float32(rates).exp() * times

@@ -182,6 +182,7 @@ def _kernels(fused: bool) -> Iterator[None]:
             (rotation, "rotate_reference", _rotate),
             (activation, "gated_reference", lambda gate, x, _: _Kernel.apply([(x.shape, x.dtype)], gate, x)),
             (activation, "log_sigmoid_reference", lambda x, _: _Kernel.apply([(x.shape, torch.float32)], x)),
+            (activation, "softplus_steps_reference", _softplus_steps),
         ]
     before = [getattr(module, name) for module, name, _ in places]
     try:
@@ -229,7 +230,11 @@ class _Norm(torch.autograd.Function):
         return dx, *others, dresidual, None
 
 
-def _norm(x, weight, eps, gate, gate_activation, residual, dtype):
+def _softplus_steps(x, rates, bias, _):
+    return _Kernel.apply([(x.shape, torch.float32)] * 2, x, rates, bias)
+
+
+def _norm(x, weight, eps, gate, gate_activation, residual, dtype, gate_first):
     return _Norm.apply(x, weight, gate, residual, dtype)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linnet.config import Factor
 from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.delta import DeltaConfig, DeltaMixer, draw_steps
-from linnet.ops.delta import log_decay_of
+from linnet.ops.activation import softplus_decay
 
 
 class GdnConfig(DeltaConfig):
@@ -43,7 +43,7 @@ class Gdn(DeltaMixer):
             self.gate_proj = nn.Linear(context.d_model, self.num_v_heads * self.value_dim, bias=context.bias_all)
 
     def log_decay(self, x: Tensor) -> Tensor:
-        return log_decay_of(self.decay_proj(x), self.A_log, self.dt_bias)
+        return softplus_decay(self.decay_proj(x), self.A_log, self.dt_bias)
 
     def token(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: State) -> Tensor:
         return self.projected_token(q, k, v, x, state, self.decay_proj(x), self.A_log, self.dt_bias)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from linnet.config import added
 from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.delta import DeltaConfig, DeltaMixer, draw_steps
+from linnet.ops.activation import softplus_decay
 from linnet.ops.chunks import at_least_float32
-from linnet.ops.delta import log_decay_of
 
 
 class KdaConfig(DeltaConfig):
@@ -83,7 +83,7 @@ class Kda(DeltaMixer):
     def log_decay(self, x: Tensor) -> Tensor:
         f, rates, bias = self.decay_logits(x)
         if self.config.lower_bound is None:
-            return log_decay_of(f, rates, bias)
+            return softplus_decay(f, rates, bias)
         f = at_least_float32(f) + at_least_float32(bias)
         return self.config.lower_bound * (at_least_float32(rates).exp()[:, None] * f).sigmoid()
 

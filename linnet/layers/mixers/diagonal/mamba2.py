@@ -28,7 +28,9 @@ from linnet.layers.delta import draw_steps, pending_tokens
 from linnet.layers.norm import build_norm
 from linnet.layers.short_conv import ConvolvedMixer, ShortConv, short_convolution_spec, step_all
 from linnet.ops import gated_activation, rms_norm, ssd
-from linnet.ops.ssd import projected_ssd_step, steps_of
+from linnet.ops.activation import softplus_steps
+from linnet.ops.projections import project
+from linnet.ops.ssd import projected_ssd_step
 from linnet.ops.stepping import Pending
 
 HEAD = 64
@@ -149,11 +151,12 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
         self.out_proj.counts_branches = True
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        before, logits = {} if state is None else state, self._scaled("dt", self.dt_proj, x)
-        dt, log_decay = steps_of(logits, self.A_log, self.dt_bias, self._limits)
-        inputs, after = [], {}
-        for name, proj, conv in self._convolved():
-            y, after[name] = conv(self._scaled(name[0], proj, x), before.get(name), cu_seqlens)
+        before, after, inputs = {} if state is None else state, {}, []
+        products = dict(zip(("dt", "C", "B"), project(x, (self.dt_proj, self.C_proj, self.B_proj)), strict=True))
+        products["x"] = self.in_proj(x)
+        dt, log_decay = softplus_steps(self._scaled("dt", products["dt"]), self.A_log, self.dt_bias, self._limits)
+        for name, _, conv in self._convolved():
+            y, after[name] = conv(self._scaled(name[0], products[name[0]]), before.get(name), cu_seqlens)
             inputs.append(y)
         q, k, values = self._heads(*inputs)
         factors = {"times": dt, "skip": self.skip[None, None]}
@@ -162,9 +165,9 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         names, projections, convolutions = zip(*self._convolved(), strict=True)
-        inputs = [self._scaled(name[0], proj, x) for name, proj in zip(names, projections, strict=True)]
+        inputs = [self._scaled(name[0], proj(x)) for name, proj in zip(names, projections, strict=True)]
         q, k, values = self._heads(*step_all(convolutions, inputs, [state[name] for name in names]))
-        logits, gates = self._scaled("dt", self.dt_proj, x), (self.A_log, self.dt_bias, self.skip)
+        logits, gates = self._scaled("dt", self.dt_proj(x)), (self.A_log, self.dt_bias, self.skip)
         settings = {"steps": self._limits, "pending": Pending.of(state)}
         y = projected_ssd_step(q, k, values, logits, *gates, state["ssm"], **settings)
         return self._read(y.flatten(-2), x), state
@@ -209,8 +212,8 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
             ("x_conv", self.in_proj, self.x_conv),
         )
 
-    def _scaled(self, name: str, proj: nn.Linear, x: Tensor) -> Tensor:
-        return proj(x) if self.scales[name] == 1.0 else proj(x) * self.scales[name]
+    def _scaled(self, name: str, product: Tensor) -> Tensor:
+        return product if self.scales[name] == 1.0 else product * self.scales[name]
 
     def _heads(self, C: Tensor, B: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns C and B [..., G, N], and x [..., H, P]."""
@@ -224,11 +227,12 @@ class Mamba2(ConvolvedMixer, HeadsMixer):
 
     def _read(self, y: Tensor, x: Tensor) -> Tensor:
         """Returns the output of the layer from that of the recurrence with what skips it, [..., H P]."""
-        gate, late = self._scaled("gate", self.gate_proj, x), self.config.norm_before_gate
-        y = y if late else gated_activation(gate, y, "silu")
-        if self.norm is not None and self.num_groups == self.config.num_groups == 1:
-            y = self.norm(y)
-        elif self.norm is not None:
-            groups = y.unflatten(-1, (self.num_groups, -1))
-            y = (rms_norm(groups, eps=self.norm.eps).flatten(-2) * self.norm.weight).to(y.dtype)
-        return self.out_proj(gated_activation(gate, y, "silu") if late else y)
+        gate, late = self._scaled("gate", self.gate_proj(x)), self.config.norm_before_gate
+        if self.norm is None:
+            return self.out_proj(gated_activation(gate, y, "silu"))
+        gates = {"gate_activation": "silu", "gate_first": not late}
+        if self.num_groups == self.config.num_groups == 1:
+            return self.out_proj(self.norm(y, gate=gate, **gates))
+        groups, by_group = (z.unflatten(-1, (self.num_groups, -1)) for z in (y, gate))
+        y = rms_norm(groups, eps=self.norm.eps, gate=by_group, **gates)
+        return self.out_proj((y.flatten(-2) * self.norm.weight).to(gate.dtype))
