@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.layers.base import layers_of
+from linnet.layers.block import defer_sums
 from linnet.models import ModelConfig, build_model, family
 from linnet.ops import projections
 from linnet.train import recompute
@@ -111,6 +112,8 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[
         model = build_model(config(name, options.layers, options.width, options.inner))
         if not (options.compile or options.separate):  # as in a training
             projections.prepare(layers_of(model))
+            if options.recompute == "none":
+                defer_sums(model.backbone.blocks)
         recompute.apply(model, options.recompute)
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from torch.profiler import ProfilerActivity, profile
 from linnet.inference.decoding import prepare_steps
 from linnet.inference.engine import lower_precision
 from linnet.layers.base import layers_of
+from linnet.layers.block import defer_sums
 from linnet.models import build_model
 from linnet.ops import projections
 from linnet.ops.launching import Launcher
@@ -105,6 +106,7 @@ def train_step(name: str, tokens: int = 32_768, length: int = 4096, documents: i
     """A step on rows of `length` tokens; with several documents per row, on all of them packed into one row."""
     model = build_model(models.config(name), device="cuda").train()
     projections.prepare(layers_of(model))
+    defer_sums(model.backbone.blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (tokens // length, length) if documents == 1 else (1, tokens)
     inputs, targets = (torch.randint(models.VOCABULARY, shape, device="cuda") for _ in range(2))

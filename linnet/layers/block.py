@@ -6,8 +6,10 @@ the stream itself is normed: a norm(x) + mixer(norm(x)) (MiniMax-01, arXiv:2501.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +21,7 @@ from linnet.layers.norm import add_and_norm, build_norm, norm_and_keep
 from linnet.layers.positions import Grid
 from linnet.layers.ring import mix
 
+Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream, or the two terms of the sum that it is
 _PATHS = 1 << 20  # first site of drop paths, above every site of dropout
 _CHANNEL = "channel_"  # start of the names of the channel mixer's state
 
@@ -38,10 +41,13 @@ class Block(nn.Module):
         affine: whether the norms of the blocks, and the last norm of the model, have a learned gain.
         shares: name of the mixer if it shares values with later layers (`Mixer.shares_values`), else "". `forward` and
             `step` then get these values, None in the first layer, and return them after the state.
+        defers_sum: where gradients are computed, `forward` returns x as the two terms of its last sum, which the next
+            norm forms in its own pass over memory (`defer_sums`).
     """
 
     takes_condition: ClassVar[bool] = False
     affine: ClassVar[bool] = True
+    defers_sum: bool = False
 
     def __init__(
         self,
@@ -79,7 +85,7 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Stream,
         state: State | None = None,
         cu_seqlens: Tensor | None = None,
         dropout_keys: Tensor | None = None,
@@ -90,6 +96,7 @@ class Block(nn.Module):
         """x [B, T, D] -> (x [B, T, D], state after the last token or None), and shared values if it `shares`.
 
         Args:
+            x: the residual stream, or the two terms of the sum that it is.
             dropout_keys: from `DropoutPosition`, [B, T, 2]; None applies no dropout and drops no path. They are an
                 argument and not looked up inside, so that recomputing a block gives the masks of its first pass.
             values: what earlier layers share with this one, [B, T, C].
@@ -100,22 +107,30 @@ class Block(nn.Module):
         keys, before = self.mask_keys(dropout_keys, cu_seqlens), state
         shared = [] if values is None else [values]
         early = None if isinstance(self.channel, Mixer) else keep
+        x, added = as_terms(x)
         if self.mixer is not None:
-            y, x = self._read(self.mixer_norm, x)
+            y, x = self._add(self.mixer_norm, added, x)
             y, state = self.mix(y, state, cu_seqlens, grid, shared)
             y = with_dropout(self._added(y, self.mixer_norm), keys, self.mixer_dropout, self.mixer_path)
             if early is not None:
                 x, y, keys = x[early], y[early], tuple(None if key is None else key[early] for key in keys)
             if self.channel is None:
-                return x + y, state, *shared
+                return self._sum(x, y), state, *shared
             y, x = self._add(self.channel_norm, y, x)
         else:
             if early is not None:
-                x, keys = x[early], tuple(None if key is None else key[early] for key in keys)
-            y, x = self._read(self.channel_norm, x)
+                x, added = x[early], None if added is None else added[early]
+                keys = tuple(None if key is None else key[early] for key in keys)
+            y, x = self._add(self.channel_norm, added, x)
         y, state = self.mix_channels(y, before, state, cu_seqlens, grid)
-        x = x + with_dropout(self._added(y, self.channel_norm), keys, self.channel_dropout, self.channel_path)
-        return x if early is keep else x[keep], state, *shared
+        y = with_dropout(self._added(y, self.channel_norm), keys, self.channel_dropout, self.channel_path)
+        if early is not keep:
+            x, y = x[keep], y[keep]
+        return self._sum(x, y), state, *shared
+
+    def _sum(self, x: Tensor, y: Tensor) -> Stream:
+        """Returns the residual stream after the block."""
+        return (x, y) if self.defers_sum and torch.is_grad_enabled() else x + y
 
     def _added(self, y: Tensor, norm: nn.Module) -> Tensor:
         """Returns what the output of a sublayer adds to the residual stream."""
@@ -263,6 +278,20 @@ def with_dropout(
 
 
 # A residual block that a vector per row modulates: adaLN-zero (DiT, arXiv:2212.09748, section 3.2).
+
+
+def as_terms(x: Stream) -> tuple[Tensor, Tensor | None]:
+    """Returns the terms of a residual stream, the second one None if there is one."""
+    return x if isinstance(x, tuple) else (x, None)
+
+
+def defer_sums(blocks: Iterable[Block]) -> None:
+    """Makes blocks leave the last sum of each to the next norm, in eager training.
+
+    Not for blocks that are recomputed, since both terms would be kept instead of their sum.
+    """
+    for block in blocks:
+        block.defers_sum = True
 
 
 class ModulatedBlock(Block):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixer
-from linnet.layers.block import Block
+from linnet.layers.block import Block, as_terms
 from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.layers.non_causal import mix_all, passes, refuse_next_token
 from linnet.layers.norm import add_and_norm, build_norm
@@ -126,7 +126,11 @@ class Backbone(nn.Module):
                 values[block.shares] = shared[0]
             if after is not None:
                 after[str(index)] = state
-        return self.norm(x), after
+        return self._last_norm(*as_terms(x)), after
+
+    def _last_norm(self, x: Tensor, added: Tensor | None) -> Tensor:
+        """Returns the features of a residual stream x + added; None is zero."""
+        return self.norm(x) if added is None else add_and_norm(self.norm, added, x)[0]
 
     def step(self, x: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
         """Computes one token, x [B, D].
@@ -154,7 +158,7 @@ class Backbone(nn.Module):
             x, added, after[str(index)], *shared = block.step(x, added, states[str(index)], values.get(block.shares))
             if shared:
                 values[block.shares] = shared[0]
-        return self.norm(x) if added is None else add_and_norm(self.norm, added, x)[0], after
+        return self._last_norm(x, added), after
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
         """Returns the states before the first token; `context_length` is the capacity of KV caches.

@@ -18,6 +18,7 @@ from torch import Tensor
 from linnet.config import ConfigError, refuse
 from linnet.layers import dropout
 from linnet.layers.base import layers_of
+from linnet.layers.block import defer_sums
 from linnet.layers.norm import synchronise
 from linnet.layers.ring import passes_states
 from linnet.layers.routing import balance_over
@@ -139,8 +140,11 @@ class Session:
         """Chooses how layers multiply."""
         if self.config.precision == "float8":  # preflight refuses a CPU, on which the tests make a session
             float8.convert(model, emulate=self.device.type == "cpu")
-        if not self.config.run.compile:
-            projections.prepare(layers_of(model))
+        if self.config.run.compile:
+            return
+        projections.prepare(layers_of(model))
+        if self.config.run.recompute == "none":
+            defer_sums(model.backbone.blocks)
 
     def _wrap(self, model: torch.nn.Module) -> None:
         """Adds recomputation and compilation to the blocks of a model, inside the hooks that shard it."""

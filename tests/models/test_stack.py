@@ -8,6 +8,8 @@ from torch import nn
 
 from linnet.config import Config, ConfigError, parse
 from linnet.layers.base import MIXERS, LayerContext, Mixer, register_mixer
+from linnet.layers.block import defer_sums
+from linnet.layers.dropout import position
 from linnet.mad.architectures import block_states, state_size
 from linnet.models import (
     LayerSpec,
@@ -411,3 +413,43 @@ def test_a_window_that_is_full_goes_on():
         first, states = lm(tokens[:, :7], lm.init_state(2, 5))
         steps = [lm.step(tokens[:, t], states)[0] for t in (7, 8)]
         torch.testing.assert_close(torch.cat([first, torch.stack(steps, 1)], 1), lm(tokens)[0], atol=1e-5, rtol=1e-4)
+
+
+DEFERRED = {
+    "mixer alone": {"layout": "mamba2 x3", "options": {"mamba2": {"state": 4, "head_dim": 8}}},
+    "channel alone": {"layout": "attention swiglu attention"},
+    "channel mixer with a state": {"layout": "hgrn2+rwkv attention+rwkv"},
+    "norm of the stream": {"layout": "attention+swiglu x2", "norm": "layernorm", "residual_norm": 1.5},
+    "norm after": {"layout": "attention+swiglu x2", "norm_after": ["attention"]},
+    "dropout": {"layout": "attention+swiglu x3", "dropout": 0.2},
+}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("name", DEFERRED)
+def test_blocks_may_leave_their_last_sum_to_the_next_norm(name, kept):
+    """With the same features and gradients, of all tokens and of some; without gradients every block sums."""
+    whole = build_model(model(**DEFERRED[name])).double()
+    stack = whole.backbone
+    x, parameters = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True), list(stack.parameters())
+    keep = (torch.tensor([0, 1, 1]), torch.tensor([3, 0, 6])) if kept else None
+
+    def everything():
+        with position(whole, step=3, row_length=7):
+            y, _ = stack(x, keep=keep)
+        return [y, *torch.autograd.grad(y.sin().sum(), [x, *parameters], allow_unused=True)]
+
+    expected = everything()
+    defer_sums(stack.blocks)
+    streams = []
+    for block in stack.blocks:
+        block.register_forward_hook(lambda block, inputs, outputs: streams.append(outputs[0]))
+    for a, e in zip(everything(), expected, strict=True):
+        assert (a is None) == (e is None)
+        if e is not None:
+            torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+    assert all(isinstance(stream, tuple) for stream in streams)
+    streams.clear()
+    with torch.no_grad():
+        stack(x)
+    assert all(isinstance(stream, torch.Tensor) for stream in streams)
