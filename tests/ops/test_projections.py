@@ -88,6 +88,30 @@ def test_autocast_and_biases(summed):
         assert actual[key].dtype == torch.float32
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_gradients_of_float32_weights_on_a_gpu(name, monkeypatch):
+    """Of products in bfloat16, not rounded to it: as near to those in float64 as PyTorch's or nearer."""
+    monkeypatch.setattr(projections, "LEAST", 1)
+    expected_model = build_model(family(name)(256, 2, 0, 512, vocab_size=64), device="cuda")
+    exact, model = copy.deepcopy(expected_model).double(), copy.deepcopy(expected_model)
+    projections.prepare(layers_of(model))
+    tokens = torch.randint(64, (2, 257), device="cuda")
+    results = []
+    for each in (model, expected_model, exact):
+        with torch.autocast("cuda", torch.bfloat16, enabled=each is not exact):
+            nll, count = each.loss(tokens[:, :-1], tokens[:, 1:])
+        (nll / count).backward()
+        results.append({name: p.grad for name, p in each.named_parameters()})
+    actual, expected, exact = results
+    for key in exact:
+        bound = 1.5 * (expected[key] - exact[key]).norm() + 1e-3 * exact[key].norm()
+        assert (actual[key] - exact[key]).norm() <= bound, key
+    weight = model.backbone.blocks[0].mixer.gate_proj.weight if name == "mamba2" else None
+    if weight is not None:
+        assert weight.grad.dtype == torch.float32 and not torch.equal(weight.grad.bfloat16().float(), weight.grad)
+
+
 class Reader(Layer):
     """A layer that multiplies its input twice and also reads it as it is; one weight may be frozen."""
 
