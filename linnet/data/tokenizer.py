@@ -335,10 +335,9 @@ class FileTokenizer(Tokenizer):
         name: str = "tokenizer.json",
         line_ends: bool = False,
     ):
-        self._inner, self.line_ends = inner, line_ends
+        self.line_ends = line_ends
         inner.no_truncation()
         inner.no_padding()
-        inner.encode_special_tokens = True  # encode the spelling of a special token in a document as ordinary text
         vocab = inner.get_vocab(with_added_tokens=True)
         names = COMMON_ENDS if end_of_document is None else (end_of_document,)
         self._end = next((token for token in names if token in vocab), None)
@@ -347,12 +346,13 @@ class FileTokenizer(Tokenizer):
         self.name = name
         self.vocab_size = max(vocab.values()) + 1
         self.end_of_document = vocab[self._end]
-        values = json.loads(inner.to_str())
+        self._json = inner.to_str()
+        values = json.loads(self._json)
         self.unknown = values["model"].get("unk_id", vocab.get(values["model"].get("unk_token")))
         special = {token["content"]: token["id"] for token in values["added_tokens"] if token["special"]}
         guarded = {token: number for token, number in special.items() if number != self.unknown}
         guarded[self._end] = self.end_of_document
-        self._guarded, self._special = tuple(guarded), frozenset(guarded.values())
+        self._guarded = tuple(guarded)
         self._falls_back = falls_back(values)
         after = values["decoder"] or {"type": ""}
         joins = any(step["type"] == "ByteFallback" for step in (after, *after.get("decoders", ())))
@@ -361,7 +361,11 @@ class FileTokenizer(Tokenizer):
         self.byte_lengths = self._count_bytes(values, vocab)
         if line_ends and self.byte_lengths is not None:
             self.byte_lengths[self.end_of_document] = 1
-        self._backtracks = '"Regex":' in inner.to_str()  # a pattern of the file, which may take any time
+        self._backtracks = '"Regex":' in self._json  # a pattern of the file, which may take any time
+        if (apart := keep_apart(values, self._end, self._guarded)) is not values:
+            inner = tokenizers.Tokenizer.from_str(json.dumps(apart))
+        inner.encode_special_tokens = True  # encode the spelling of a special token in a document as ordinary text
+        self._inner = inner
 
     def encode(self, text: str) -> np.ndarray:
         check_utf8(text)
@@ -407,7 +411,7 @@ class FileTokenizer(Tokenizer):
         """
         if self.byte_lengths is None:
             raise ValueError(f"{self.name}: its tokens are not bytes of text; use a byte-level or fall-back BPE")
-        values = json.loads(self._inner.to_str())
+        values = json.loads(self._json)
         texts = [b""] * self.vocab_size
         for token, number in self._inner.get_vocab(with_added_tokens=False).items():
             texts[number] = _fallback_bytes(token) if self._falls_back else bytes(map(_byte_values().get, token))
@@ -448,13 +452,17 @@ class FileTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         # Other programs can read this file too, unless it must note which token is the end of a document.
-        values = json.loads(self._inner.to_str())
+        values = json.loads(self._json)
         known = [token for token in COMMON_ENDS if self._inner.token_to_id(token) is not None]
         if self._end not in known[:1] or self.line_ends:
             values["linnet"] = {"end_of_document": self._end}
             if self.line_ends:
                 values["linnet"]["line_ends"] = True
         return json.dumps(values, ensure_ascii=False)
+
+    def to_library(self) -> str:
+        """Returns a tokenizer.json for other programs that gives the ids of `encode` if special tokens are split."""
+        return self._inner.to_str()
 
     def _encode_lines(self, text: str, dtype: np.dtype) -> np.ndarray:
         """Returns the ids of the lines of a text with the end of a document between them, but not after the last."""
@@ -481,27 +489,28 @@ class FileTokenizer(Tokenizer):
     def _encoded(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each text, none of which is a special token that the text spells."""
         encodings = [encoding.ids for encoding in self._in_time(texts)]
-        return [
-            ids if self._special.isdisjoint(ids) else self._cut(text, self._guarded)
-            for text, ids in zip(texts, encodings, strict=True)
-        ]
+        for ids in encodings:
+            self._check(ids)
+        return encodings
+
+    def _check(self, ids: list[int]) -> None:
+        """Raises ConfigError if a text has the end of a document, as where one character spells it."""
+        if self.end_of_document in ids:
+            what = f"text has tokens {self._end!r} of {self.name}, which end a document"
+            raise ConfigError([f"tokenizer: {what}; name another one with end_of_document, or change the text"], "data")
 
     def _cut(self, text: str, tokens: Iterable[str]) -> list[int]:
         """Returns the ids of a text that is cut behind the first character of each of some tokens, so that none is one.
 
-        The library keeps special tokens out of a text only where it looks for them before its model does. A model whose
-        own vocabulary has them, such as Unigram or WordLevel, finds them by their spelling.
+        The library looks for added tokens that are not special before its pre-tokenizer runs, so `keep_apart` cannot.
         """
 
         def encode(part: str) -> list[int]:
             return self._inner.encode(part, add_special_tokens=False).ids
 
-        places = [f"(?<={re.escape(token[:1])})(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
-        first, *others = re.split("|".join(places) or "(?!)", text)
+        first, *others = re.split(_places(tokens) or "(?!)", text)
         ids = [*encode(first), *itertools.chain.from_iterable(encode_inside(encode, part) for part in others)]
-        if self.end_of_document in ids:
-            what = f"text has tokens {self._end!r} of {self.name}, which end a document"
-            raise ConfigError([f"tokenizer: {what}; name another one with end_of_document, or change the text"], "data")
+        self._check(ids)
         return ids
 
     def _in_time(self, texts: list[str]) -> list:
@@ -839,6 +848,38 @@ def _byte_level(values: dict) -> bool:
     before = [part for part in parts(values["pre_tokenizer"]) if part["type"] == "ByteLevel"]
     after = [part["type"] for part in parts(values["decoder"])]
     return after == ["ByteLevel"] and len(before) == 1 and not before[0]["add_prefix_space"]
+
+
+def _places(tokens: Iterable[str]) -> str:
+    """Returns a regex of the places behind the first character of each token of several, "" if there is none."""
+    places = [f"(?<={re.escape(token[:1])})(?={re.escape(token[1:])})" for token in tokens if len(token) > 1]
+    return "|".join(places)
+
+
+def keep_apart(values: dict, end: str, special: Iterable[str]) -> dict:
+    """Returns the values of a tokenizer.json whose model finds no special token by its spelling, or `values` itself.
+
+    The library keeps special tokens out of a text only where it looks for them before its model does. A model whose
+    own vocabulary has them, such as Unigram or WordLevel, finds them by their spelling. So the last step before the
+    model cuts the text behind the first character of such a token, and `end` becomes special.
+    """
+    model, added = values["model"], values["added_tokens"]
+    marked = [{**token, "special": True, "normalized": False} if token["content"] == end else token for token in added]
+    vocab = model["vocab"]
+    own = {piece for piece, _ in vocab} if isinstance(vocab, list) else vocab.keys()
+    reached = [token for token in special if token in own]
+    if model["type"] == "BPE" and not model.get("ignore_merges"):
+        merged = {"".join(merge) if isinstance(merge, list) else merge.replace(" ", "", 1) for merge in model["merges"]}
+        reached = [token for token in reached if token in merged]
+    places = _places(reached)
+    if not places:
+        return values if marked == added else {**values, "added_tokens": marked}
+    cut = {"type": "Split", "pattern": {"Regex": places}, "behavior": "Isolated", "invert": False}
+    before = values["pre_tokenizer"]
+    if before is not None and before.get("pretokenizers", [])[-1:] == [cut]:
+        return {**values, "added_tokens": marked}
+    steps = {"type": "Sequence", "pretokenizers": [cut] if before is None else [before, cut]}
+    return {**values, "added_tokens": marked, "pre_tokenizer": steps}
 
 
 def falls_back(values: dict) -> bool:

@@ -493,8 +493,7 @@ def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> L
     if isinstance(tokenizer, ByteTokenizer):
         inner, end = _bytes(tokenizer), END_OF_DOCUMENT
     else:
-        values = json.loads(tokenizer.to_json())
-        values.pop("linnet", None)
+        values = json.loads(tokenizer.to_library())
         if not tokenizer.prompt_start:
             values["post_processor"] = None  # it would add tokens that the training text does not have
         inner = tokenizers.Tokenizer.from_str(json.dumps(values))

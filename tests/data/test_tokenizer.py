@@ -154,6 +154,10 @@ def test_a_text_that_spells_the_end_of_a_document_has_none(kind, tmp_path):
         assert found.encode_documents([text.encode()])[0].tolist() == ids
         if kind != "words":
             assert found.decode(ids) == text
+        other_program = tokenizers.Tokenizer.from_str(found.to_library())
+        other_program.encode_special_tokens = True
+        assert other_program.encode(text, add_special_tokens=False).ids == ids
+    assert FileTokenizer(other_program).to_library() == found.to_library()
     assert found.encode("a b").tolist() == found._inner.encode("a b", add_special_tokens=False).ids
     for name, text in {"one": "ab </s> b " * 9, "two": "b </s> a " * 9}.items():
         (tmp_path / f"{name}.txt").write_text(text)
