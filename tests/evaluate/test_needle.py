@@ -10,7 +10,7 @@ from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
 from linnet.data.tokenizer import train_bpe
 from linnet.evaluate.retrieval import needle
-from linnet.evaluate.retrieval.needle import NeedleConfig, hidden_digest, items, run_needle, share_found
+from linnet.evaluate.retrieval.needle import NeedleConfig, draw_question, hidden_digest, items, run_needle, share_found
 from linnet.inference import Engine
 from linnet.models import build_model, family
 
@@ -90,12 +90,29 @@ def test_rivals_look_like_the_answer_and_are_nine(digits):
 
 def test_with_several_keys_wrong_answers_are_values_of_the_text():
     """A model that copies any number of the text must not be right."""
-    for variant, found in {"multikey": 3, "multiquery": 9}.items():
-        config = NeedleConfig(lengths=[900], depths=[0.5], samples=5, variant=variant)
+    for variant, found in {"multikey": 3, "multiquery": 9, "multivalue": 9, "tracking": 9}.items():
+        config = NeedleConfig(lengths=[900], depths=[0.5], samples=5, variant=variant, scoring="choice")
         for _, _, item in items(config, TOKENIZER):
             text = TOKENIZER.decode(item.prompt.tolist())
             assert len({", ".join(item.answers), *item.rivals}) == 10
             assert sum(all(part in text for part in rival.split(", ")) for rival in item.rivals) == found
+
+
+@pytest.mark.parametrize("variant", ["multivalue", "tracking"])
+def test_by_choice_a_list_has_as_many_values_that_are_not_asked_for(variant):
+    """A model that finds values, but not whose they are, must be right by chance alone; nor does their place say it."""
+    places = []
+    for seed in range(20):
+        match, choice = (
+            draw_question(NeedleConfig(variant=variant, scoring=scoring, digits=1), np.random.default_rng(seed))
+            for scoring in ("match", "choice")
+        )
+        assert match.needles == tuple(text for text in choice.needles if text in match.needles)
+        assert len(choice.needles) == 2 * len(match.needles) and match.answers == choice.answers
+        values = {value for rival in choice.confused for value in rival.split(", ")} - set(choice.answers)
+        assert len(values) == 4 and len(set(choice.confused)) == 15
+        places += [place for place, text in enumerate(choice.needles) if text not in match.needles]
+    assert set(places) == set(range(1, 8))
 
 
 def test_results_by_choice_compare_only_if_their_wrong_answers_do():

@@ -25,7 +25,8 @@ class NeedleConfig(Config):
         samples: prompts per cell, each with another needle.
         scoring: match generates a continuation and looks for the answer in it. choice compares the likelihood of the
             answer with those of `RIVALS` wrong answers, so that guessing is right in one case of ten. With several keys
-            they have the values of the other keys (multikey), or all values in another order (multiquery).
+            they have the values of the other keys (multikey), or all values in another order (multiquery). For
+            multivalue and tracking, choice hides as many values of another key or chain, which stand in them.
         haystack: path of a text file that serves as the haystack; None generates text.
         digits: digits of the hidden numbers; use fewer for models that are too small to copy five.
         seed: seed of the hidden facts, the haystack and the positions of needles.

@@ -229,7 +229,8 @@ def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Quest
     kinds = [f"{kind} {thing}" for kind in _KIND for thing in _THING]
     keys = [kinds[i] for i in generator.permutation(len(kinds))[:VALUES]]
     low = 10 ** (config.digits - 1)
-    values = [str(value) for value in generator.choice(np.arange(low, 10 * low), VALUES, replace=False)]
+    numbers = np.arange(low, 10 * low)
+    values = [str(value) for value in generator.choice(numbers, VALUES, replace=False)]
 
     def state(key: str, value: str) -> str:
         return f"The number of the {key} is {value}."
@@ -245,18 +246,45 @@ def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Quest
         case "multikey":
             return Question(tuple(map(state, keys, values)), ask(keys[0]), (values[0],), tuple(values[1:]))
         case "multivalue":
-            key, needles = keys[0], tuple(state(keys[0], value) for value in values)
-            return Question(needles, f"Question: What are all numbers of the {key}? Answer: They are", tuple(values))
+            asked = f"Question: What are all numbers of the {keys[0]}? Answer: They are"
+            question = Question(tuple(state(keys[0], value) for value in values), asked, tuple(values))
+            if config.scoring == "match":
+                return question
+            others = generator.choice(np.setdiff1d(numbers, np.array(values, int)), VALUES, replace=False).astype(str)
+            return _among(question, [state(keys[1], value) for value in others], others.tolist(), generator)
         case "multiquery":
             asked = "Question: What are the numbers of the " + ", the ".join(keys) + "? Answer: They are"
             others = tuple(map(", ".join, itertools.permutations(values)))[1:]
             return Question(tuple(map(state, keys, values)), asked, tuple(values), others)
         case "tracking":
-            names = ["".join(generator.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), 5)) for _ in range(VALUES)]
-            links = [f"VAR {names[0]} = {values[0]}."]
-            links += [f"VAR {b} = VAR {a}." for a, b in zip(names, names[1:], strict=False)]
+            names, links = _chain(values[0], generator)
             asked = f"Question: Which variables have the value {values[0]}? Answer: They are"
-            return Question(tuple(links), asked, tuple(names))
+            question = Question(tuple(links), asked, tuple(names))
+            if config.scoring == "match":
+                return question
+            others, needles = _chain(values[1], generator)
+            return _among(question, needles, others, generator)
+
+
+def _chain(value: str, generator: np.random.Generator) -> tuple[list[str], list[str]]:
+    """Draws variables and statements that give the first a value, and each other that of the one before."""
+    names = ["".join(generator.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), 5)) for _ in range(VALUES)]
+    links = [f"VAR {names[0]} = {value}."]
+    return names, links + [f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(names)]
+
+
+def _among(
+    question: Question, needles: Sequence[str], values: Sequence[str], generator: np.random.Generator
+) -> Question:
+    """Returns a question with as many needles that it does not ask for, whose values stand in its wrong answers.
+
+    Each list of needles keeps its order.
+    """
+    ours, theirs = iter(question.needles[1:]), iter(needles)
+    order = generator.permutation([True] * (len(question.needles) - 1) + [False] * len(needles))
+    mixed = tuple(next(ours if own else theirs) for own in order)
+    lists = itertools.product(*zip(question.answers, values, strict=True))  # the first is the answer
+    return replace(question, needles=(question.needles[0], *mixed), confused=tuple(map(", ".join, lists))[1:])
 
 
 def hidden_digest(config: NeedleConfig) -> str:
