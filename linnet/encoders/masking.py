@@ -2,6 +2,7 @@
 
 A row of T tokens has exactly round(rate * T) targets. Each is replaced by the mask token, by a random token, or kept
 (Devlin et al. 2018, arXiv:1810.04805, 3.1: 80, 10 and 10 %; Geiping and Goldstein 2022, arXiv:2212.14034: rate 0.25).
+As in the published code of the second, special tokens such as the end of a document are chosen like all others.
 The choice is a hash of seed, sample and position, so there is no state to save: a run resumes exactly, on any number
 of ranks, and each epoch masks other tokens of a row.
 """

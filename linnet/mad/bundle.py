@@ -46,9 +46,9 @@ from linnet.train.together import Ensemble, cosine
 
 # Checkpoints of bundles, from which a killed bundle resumes exactly. They are in the folder of the first run.
 #
-# A checkpoint is written after an epoch if the last one is a minute old or the bundle is asked to stop. It contains the
-# states of `Ensemble` and `Watch`; batches follow from seed and epoch. A bundle of some of its runs resumes from it,
-# too; one with other runs ignores it.
+# A checkpoint is written after a step if the last one is a minute old or the bundle is asked to stop; at the end of an
+# epoch, after its scores. It contains the states of `Ensemble` and `Watch`, and the losses of an epoch so far; batches
+# follow from seed and epoch. A bundle of some of its runs resumes from it, too; one with other runs ignores it.
 #
 # When a bundle ends, the results of all its runs are first written into one file, bundle.json, then into each run
 # folder, so that a kill in between repeats no training.
@@ -61,8 +61,9 @@ class Found(NamedTuple):
     """The checkpoint that the runs of a bundle resume from.
 
     Attributes:
-        epoch: number of finished epochs. vocabulary: to which the embeddings of the models are padded, None if they are
-            not. ensemble, watch: states of these runs. problems: files that are damaged.
+        epoch: number of finished epochs. batches: of the epoch that is not finished, with their `losses`.
+        vocabulary: to which the embeddings of the models are padded, None if they are not.
+        ensemble, watch: states of these runs. problems: files that are damaged.
         foreign: whether files of other checkpoints are in the folder.
     """
 
@@ -71,6 +72,8 @@ class Found(NamedTuple):
     ensemble: Mapping[str, Tensor] | None = None
     watch: Mapping[str, Tensor] | None = None
     foreign: bool = False
+    batches: int = 0
+    losses: Tensor | None = None
 
 
 def find_checkpoint(folders: Sequence[RunFolder]) -> Found:
@@ -84,12 +87,13 @@ def find_checkpoint(folders: Sequence[RunFolder]) -> Found:
     foreign = bool(problems) or known != runs
     if not known or not set(runs) <= set(known):
         return Found(foreign=foreign)
-    ensemble, watch = tensors["ensemble"], tensors["watch"]
+    ensemble, watch, losses = tensors["ensemble"], tensors["watch"], tensors.get("epoch", {}).get("losses")
     if known != runs:
         places = [known.index(name) for name in runs]
         ensemble = {name: x[places] if x.ndim else x for name, x in ensemble.items()}
         watch = Watch.rows(watch, places)
-    return Found(meta["epoch"], meta.get("vocabulary"), ensemble, watch, foreign)
+        losses = losses if losses is None else losses[places]
+    return Found(meta["epoch"], meta.get("vocabulary"), ensemble, watch, foreign, meta.get("batches", 0), losses)
 
 
 class BundleCheckpoint:
@@ -114,14 +118,18 @@ class BundleCheckpoint:
             self._watch.load_state(self._found.watch)
         return self._found.epoch
 
-    def keep(self, epoch: int, at_once: bool = False) -> None:
-        """Writes a checkpoint after `epoch` epochs, if one is due. Raises `CheckpointError` if the disk is full."""
+    def keep(self, epoch: int, at_once: bool = False, batches: int = 0, losses: Tensor | None = None) -> None:
+        """Writes a checkpoint after `epoch` epochs, if one is due. Raises `CheckpointError` if the disk is full.
+
+        Args:
+            batches: of the next epoch, whose losses so far are `losses`.
+        """
         if time.monotonic() - self._last < SECONDS and not at_once:
             return
         if self._foreign:  # it may have more steps, and only the checkpoint with the most steps is kept
             shutil.rmtree(self._folder, ignore_errors=True)
             self._foreign = False
-        self._save(self._folder, epoch)
+        self._save(self._folder, epoch, batches, losses)
         self._last = time.monotonic()
 
     def keep_for(self, run: RunFolder, epoch: int) -> None:
@@ -131,9 +139,12 @@ class BundleCheckpoint:
             shutil.rmtree(run.checkpoint_folder, ignore_errors=True)
             self._save(run.checkpoint_folder, epoch)
 
-    def _save(self, folder: Path, epoch: int) -> None:
+    def _save(self, folder: Path, epoch: int, batches: int = 0, losses: Tensor | None = None) -> None:
         tensors = {"ensemble": self._ensemble.state(), "watch": self._watch.state()}
         meta = {"runs": self._runs, "epoch": epoch, "vocabulary": self._vocabulary}
+        if losses is not None:
+            tensors["epoch"] = {"losses": losses}
+            meta["batches"] = batches
         checkpoint.save(folder, self._ensemble.step_number, tensors, meta, keep=1)
 
 
@@ -168,7 +179,6 @@ def finish(folders: Iterable[RunFolder]) -> None:
 
 
 DONE, DIVERGED = "done", "diverged"
-PATIENCE = 5.0  # a bundle that is asked to stop this many seconds into an epoch, or later, does not finish the epoch
 INTERVAL = 10.0  # seconds of an epoch after which the folders of its runs say how far they are
 # Keys of a run's configuration that must be equal in a bundle; a missing key differs from every value.
 SHAPE = "architecture model layers autoencoder answers input_length train_samples held_out epochs batch_size training"
@@ -285,17 +295,22 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     checkpoint = BundleCheckpoint(folders, ensemble, watch, start, vocabulary)
     begin = checkpoint.load()
     for folder, cost in zip(folders, flops, strict=True):  # in place of those of an epoch that was cut off
-        folder.write_progress(cost * begin / epochs)
+        folder.write_progress(cost * (begin + min(1.0, start.batches * batch_size / samples)) / epochs)
     rest: list[int] = []  # members that go on in a smaller bundle
     records: list[Record] = []  # truncated once an epoch has fit into memory: halves may resume from them
     for epoch in range(begin, epochs):
-        losses, began = torch.zeros(len(runs), device=device), time.monotonic()
-        written, seen = began, 0  # time of the last progress; samples of this epoch
-        for rows in _batches(runs, epoch, samples, batch_size, device):
+        losses, done = torch.zeros(len(runs), device=device), 0
+        if epoch == begin and start.losses is not None:
+            losses, done = start.losses.to(device), start.batches
+        written, seen = time.monotonic(), done * batch_size  # time of the last progress; samples of this epoch
+        for number, rows in enumerate(_batches(runs, epoch, samples, batch_size, device)[done:], done + 1):
             losses += ensemble.step(*data["train"].take(rows)) * rows.shape[-1] / samples
             seen += rows.shape[-1]
-            if stop.signal is not None and time.monotonic() - began > PATIENCE:
-                stop.end()
+            if seen < samples:
+                stopped = stop.signal is not None
+                checkpoint.keep(epoch, stopped, number, losses)
+                if stopped:
+                    stop.end()
             if time.monotonic() - written > INTERVAL:
                 written = time.monotonic()
                 for folder, cost in zip(folders, flops, strict=True):
@@ -315,8 +330,12 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
             if stop.signal is not None:
                 stop.end()
     counted, diverged = watch.counted() if rest else watch.end(epoch + 1), ensemble.diverged_at()
-    shared = {"steps": steps, "bundle": len(runs)} | payload["common"] | provenance.stamp(device)
-    stats = [{"train_loss": loss, "parameters": count} for loss, count in zip(losses.tolist(), parameters, strict=True)]
+    shared = {"bundle": len(runs)} | payload["common"] | provenance.stamp(device)
+    made = [lost or steps // epochs * its for lost, its in zip(diverged, watch.epochs(epoch + 1), strict=True)]
+    stats = [
+        {"train_loss": loss, "parameters": count, "steps": its}
+        for loss, count, its in zip(losses.tolist(), parameters, made, strict=True)
+    ]
     if is_routed(model):
         watch.put_back()
         shares = expert_shares(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])

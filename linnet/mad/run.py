@@ -227,6 +227,13 @@ class MadRun:
         return self.config["epochs"] * -(-self.config["train_samples"] // self.config["batch_size"])
 
     @property
+    def scored(self) -> float:
+        """Number of samples that are scored, in all, over that of trained ones."""
+        epochs = self.config["epochs"]
+        scored = Training.of(self.config).scorings(epochs) * self.config["held_out"]
+        return scored / (epochs * self.config["train_samples"])
+
+    @property
     def shape(self) -> str:
         """Returns a key that is equal for runs that can be trained together."""
         return shape_of(self.config)
@@ -521,7 +528,9 @@ def cost(runs: Sequence[MadRun], groups: int) -> str:
 
 
 def estimate(work: Work, progress: Callable[[str], None] | None = None) -> float | None:
-    """Returns the seconds that training the missing runs takes; None on a GPU, or if this machine cannot time a step.
+    """Returns the seconds that the missing runs take; None on a GPU, or if this machine cannot time a step.
+
+    Scoring a sample takes the time of a forward pass, a third of a training step's.
 
     Args:
         progress: is called with the name of the architecture whose steps are timed.
@@ -539,7 +548,7 @@ def estimate(work: Work, progress: Callable[[str], None] | None = None) -> float
             line = fit_line({run.flops / run.steps: run.config for run in runs}, seconds_per_step)
             if line is None:
                 return None
-            seconds += [seconds_of(line, run.steps, run.flops) for run in runs]
+            seconds += [seconds_of(line, run.steps, run.flops) * (1 + run.scored / 3) for run in runs]
     finally:
         torch.set_num_threads(before)
     return wall_seconds(seconds, work.executor.workers)
@@ -574,5 +583,5 @@ def _line(run: dict[str, Any], outcome: Outcome, path: Path, width: int) -> str:
     result = RunFolder(path).result()
     if result["status"] == DIVERGED:
         step = result["diverged_at"]  # None if only the scores were not finite
-        return f"{head}  [red]diverged[/] at step {result['steps'] if step is None else step} of {result['steps']}"
+        return f"{head}  [red]diverged[/] at step {step or result['steps']} of {MadRun(run, 0.0).steps}"
     return f"{head}  accuracy {result['accuracy']:.3f}  loss {result['loss']:.3f}  {duration(outcome.seconds)}"

@@ -36,6 +36,10 @@ class Training:
     watch: Literal["", "validation", "test"] = ""
     enough: float = 1.0
 
+    def scorings(self, epochs: int) -> int:
+        """Returns how often a split is scored, at most, in a run of `epochs` epochs."""
+        return {"": 2, "test": 2 * epochs, "validation": epochs + 1}[self.watch]
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the form for a run's configuration. The keys never change, because folder names depend on them."""
         return {
@@ -90,6 +94,7 @@ class Watch:
         self._groups = [(run["setting"], run["seed"]) for run in runs]
         self._open = set(range(len(runs)))
         self._counted: dict[int, Counted] = {}
+        self._ended: dict[int, int] = {}  # member -> epoch that ended its training early
         self._weights = weights if self.form.watch else None  # without a watched split the last weights count
         self._best = self._weights.clone() if self._weights is not None else None
 
@@ -117,7 +122,8 @@ class Watch:
             for index, scores in self._counted.items()
         ]
         counted = torch.tensor(rows, dtype=torch.float64).view(len(rows), 8)
-        state = {"open": torch.tensor(sorted(self._open), dtype=torch.int64), "counted": counted}
+        ended = torch.tensor(sorted(self._ended.items()), dtype=torch.int64).view(len(self._ended), 2)
+        state = {"open": torch.tensor(sorted(self._open), dtype=torch.int64), "counted": counted, "ended": ended}
         return state if self._best is None else state | {"weights": self._best}
 
     @staticmethod
@@ -126,7 +132,9 @@ class Watch:
         new = {old: index for index, old in enumerate(members)}
         open_ = [new[old] for old in state["open"].tolist() if old in new]
         counted = [[new[int(row[0])], *row[1:]] for row in state["counted"].tolist() if int(row[0]) in new]
+        ended = [[new[old], epoch] for old, epoch in state["ended"].tolist() if old in new] if "ended" in state else []
         subset = {
+            "ended": torch.tensor(ended, dtype=torch.int64).view(len(ended), 2),
             "open": torch.tensor(sorted(open_), dtype=torch.int64),
             "counted": torch.tensor(counted, dtype=torch.float64).view(len(counted), 8),
         }
@@ -141,12 +149,17 @@ class Watch:
         """Returns the scores of each member that count so far."""
         return [self._counted.get(index) for index in range(len(self._groups))]
 
+    def epochs(self, epoch: int) -> list[int]:
+        """Returns the number of epochs of each member after `epoch` epochs: fewer for those that ended early."""
+        return [self._ended.get(index, epoch) for index in range(len(self._groups))]
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores the output of `state` for the same runs."""
         self._open = set(state["open"].tolist())
         self._counted = {
             int(row[0]): Counted(Score(*row[2:5]), Score(*row[5:]), int(row[1])) for row in state["counted"].tolist()
         }
+        self._ended = dict(state["ended"].tolist()) if "ended" in state else {}
         if self._best is not None:
             self._best.copy_(state["weights"])
 
@@ -161,7 +174,7 @@ class Watch:
             self._count(index, Counted(validation[index], test[index], epoch))
         for index in living:
             if test[index].macro_batch > self.form.enough:
-                self._open.discard(index)
+                self._end_early([index], epoch)
         return not self._open
 
     def _solved(self, epoch: int) -> bool:
@@ -170,8 +183,12 @@ class Watch:
         passed = {self._groups[index] for index in living if seen[index].accuracy > self.form.enough}
         ended = [index for index in self._open if self._groups[index] in passed]
         self._take(sorted(living.intersection(ended)), epoch, seen)
-        self._open.difference_update(ended)
+        self._end_early(ended, epoch)
         return not self._open
+
+    def _end_early(self, members: Sequence[int], epoch: int) -> None:
+        self._open.difference_update(members)
+        self._ended |= dict.fromkeys(members, epoch)
 
     def _take(self, members: Sequence[int], epoch: int, validation: list[Score] | None = None) -> None:
         if members:

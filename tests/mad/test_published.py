@@ -177,6 +177,7 @@ def test_runs_that_end_early_are_written_and_the_others_go_on_as_a_smaller_bundl
     train_mad(early, tmp_path / "one", bundle=1, **options)
     for name, one in results(tmp_path / "one").items():
         assert one["epoch"] == found[name]["epoch"]
+        assert one["steps"] == found[name]["steps"] == (3 if one["learning_rate"] > 5e-3 else 12)
         assert one["loss"] == pytest.approx(found[name]["loss"], rel=1e-4)
         curves = [RunFolder(tmp_path / part / "runs" / name).metrics() for part in ("one", "all")]
         assert [row["loss"] for row in curves[0]] == pytest.approx([row["loss"] for row in curves[1]], rel=1e-4)
@@ -213,6 +214,7 @@ def test_a_kill_beside_an_early_end_loses_no_more_than_an_epoch(early, monkeypat
     whole, again = results(tmp_path / "whole"), results(tmp_path / "killed")
     for name, one in whole.items():
         assert (again[name]["loss"], again[name]["epoch"]) == (pytest.approx(one["loss"], rel=1e-4), one["epoch"])
+        assert again[name]["steps"] == one["steps"]
     assert not list(tmp_path.glob("killed/runs/*/checkpoints"))
 
 

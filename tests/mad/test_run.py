@@ -22,7 +22,7 @@ from linnet.config import ConfigError
 from linnet.layers.base import load_plugin
 from linnet.mad import bundle
 from linnet.mad.architectures import architecture, state_size
-from linnet.mad.run import bundles, mad_runs
+from linnet.mad.run import bundles, estimate, mad_runs, prepare
 from linnet.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.runs import RunFolder, checkpoint
 from linnet.study.executors import ExecutorConfig
@@ -105,6 +105,19 @@ def test_a_long_epoch_says_how_far_it_is(models, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("progress"))
 
 
+@pytest.mark.parametrize("training", ["paper", "mad-lab"])
+def test_an_estimate_counts_the_samples_that_are_scored(models, tmp_path, monkeypatch, training):
+    scored, score = [], Ensemble.score
+    monkeypatch.setattr(Ensemble, "score", lambda self, x, *rest: scored.append(x.shape[-2]) or score(self, x, *rest))
+    options = {"tasks": ["memorization"], "training": training}
+    go(models, tmp_path / "run", bundle=4, **options)
+    here = {"device": "cpu", "executor": ExecutorConfig(kind="inline")}
+    work = prepare(models, tmp_path / "planned", budget="smoke", **here, **options)
+    assert {run.scored for run in work.runs} == {sum(scored) / (2 * 40)}
+    monkeypatch.setattr("linnet.mad.run.fit_line", lambda shapes, measure: (0.0, 1.0))
+    assert estimate(work) == pytest.approx(sum(run.flops * (1 + run.scored / 3) for run in work.runs))
+
+
 def test_a_bundle_gives_what_single_runs_give(models, tmp_path):
     go(models, tmp_path / "one", bundle=1)
     go(models, tmp_path / "all", bundle=8, seeds=[0, 1])
@@ -151,7 +164,7 @@ def test_memory_that_runs_out_halves_the_bundle(models, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_a_killed_bundle_goes_on_from_its_checkpoint_exactly(models, tmp_path, monkeypatch, epochs):
-    """Killed after `epochs` epochs and the checkpoint behind them, and once more in the middle of the next one."""
+    """Killed within an epoch, after the checkpoint behind its first step, and once more in a later one."""
     monkeypatch.setitem(BUDGETS, "smoke", dataclasses.replace(BUDGETS["smoke"], epochs=4))
     go(models, tmp_path / "whole", tasks=["memorization"], bundle=4)
     monkeypatch.setattr(bundle, "SECONDS", 0.0)
@@ -170,7 +183,7 @@ def test_a_killed_bundle_goes_on_from_its_checkpoint_exactly(models, tmp_path, m
     del made[:]
     with pytest.raises(KeyboardInterrupt) if epochs == 1 else contextlib.nullcontext():
         go(models, tmp_path / "killed", tasks=["memorization"], bundle=4)
-    assert made[0] == 3 * epochs
+    assert made[0] == 3 * epochs + 1
     monkeypatch.setattr(Ensemble, "step", step)
     go(models, tmp_path / "killed", tasks=["memorization"], bundle=4)
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
@@ -182,7 +195,7 @@ def test_a_killed_bundle_goes_on_from_its_checkpoint_exactly(models, tmp_path, m
 
 
 def test_some_runs_of_a_bundle_go_on_from_its_checkpoint(models, tmp_path, monkeypatch):
-    """Four runs stop after three epochs; two of them, bundled anew, go on from there."""
+    """Four runs stop after three epochs and a step; two of them, bundled anew, go on from there."""
     monkeypatch.setitem(BUDGETS, "smoke", dataclasses.replace(BUDGETS["smoke"], epochs=4))
     monkeypatch.setattr(bundle, "SECONDS", 0.0)
     step, made, limit = Ensemble.step, [], []
@@ -194,32 +207,37 @@ def test_some_runs_of_a_bundle_go_on_from_its_checkpoint(models, tmp_path, monke
         return step(self, tokens, targets)
 
     monkeypatch.setattr(Ensemble, "step", killed)
-    for size, most, begin in ((4, 10, 0), (2, 1, 9), (2, 1, 9)):  # three steps an epoch
+    for size, most, begin in ((4, 10, 0), (2, 1, 10), (2, 0, 11)):  # three steps an epoch
         made[:], limit[:] = [], [most]
         with pytest.raises(KeyboardInterrupt):
             go(models, tmp_path, tasks=["memorization"], bundle=size)
-        assert made[0] == begin
+        assert made[:1] == [begin] * bool(most)
     monkeypatch.setattr(Ensemble, "step", step)
     go(models, tmp_path, tasks=["memorization"], bundle=2)
     assert len(results(tmp_path)) == 4 and not list(tmp_path.glob("runs/*/checkpoints"))
 
 
-def test_a_bundle_that_is_asked_to_stop_ends_its_epoch_and_loses_nothing(models, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", [1, 2, 3], ids=["first step", "within an epoch", "last step of an epoch"])
+def test_a_bundle_that_is_asked_to_stop_saves_after_its_step_and_loses_nothing(models, tmp_path, monkeypatch, at):
     go(models, tmp_path / "whole", tasks=["memorization"], bundle=4)
     step, made = Ensemble.step, []
 
     def asked(self, tokens, targets):
         made.append(self.step_number)
-        if len(made) == 2:
+        if len(made) == at:
             os.kill(os.getpid(), signal.SIGINT)
         return step(self, tokens, targets)
 
     monkeypatch.setattr(Ensemble, "step", asked)
     with pytest.raises(KeyboardInterrupt):
         go(models, tmp_path / "stopped", tasks=["memorization"], bundle=4)
-    assert made == [0, 1, 2]
+    assert made == list(range(at))
     go(models, tmp_path / "stopped", tasks=["memorization"], bundle=4)
     assert made == [0, 1, 2, 3, 4, 5] and results(tmp_path / "stopped") == results(tmp_path / "whole")
+    for path in (tmp_path / "whole" / "runs").iterdir():
+        assert (tmp_path / "stopped" / "runs" / path.name / "metrics.jsonl").read_text() == (
+            path / "metrics.jsonl"
+        ).read_text()
 
 
 KILLED_AMONG_RESULTS = """
@@ -374,7 +392,7 @@ def test_a_halved_bundle_that_is_killed_keeps_its_curves(models, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         go(models, tmp_path / "killed", tasks=["memorization"], bundle=4)
     go(models, tmp_path / "killed", tasks=["memorization"], bundle=4)
-    assert made[8] == 6 and results(tmp_path / "killed") == results(tmp_path / "halves")
+    assert made[8] == 7 and results(tmp_path / "killed") == results(tmp_path / "halves")
     for path in (tmp_path / "halves" / "runs").iterdir():
         assert RunFolder(tmp_path / "killed" / "runs" / path.name).metrics() == RunFolder(path).metrics()
 

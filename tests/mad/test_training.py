@@ -99,6 +99,8 @@ def test_a_watch_goes_on_from_its_state():
     second.load_state(first.state())
     assert second.state()["open"].tolist() == [1, 2] and len(second.state()["counted"]) == 2
     assert second.end(2) == first.end(2) and second.end(2)[0].epoch == 1
+    assert second.epochs(2) == first.epochs(2) == [1, 2, 2]
+    assert Watch.rows(first.state(), [2, 0])["ended"].tolist() == [[1, 1]]
 
 
 def test_the_weights_that_count_are_put_back():
@@ -124,7 +126,7 @@ def test_the_weights_that_count_are_put_back():
     one.put_back()
     assert weights[:, 0].tolist() == [2, 1, 3]
     paper = Watch(runs_of(PAPER), score, lambda: [True] * 3, weights)
-    assert set(paper.state()) == {"open", "counted"}, "the last epoch counts, so there is nothing to keep"
+    assert set(paper.state()) == {"open", "counted", "ended"}, "the last epoch counts, so there is nothing to keep"
 
 
 SMALL = {"d_model": 16, "options": {"tnl": {"num_heads": 2}, "swiglu": {"inner": 16}}}

@@ -197,7 +197,7 @@ def print_plan(work, bundle: int | None, console) -> None:
         with working("planning the runs") as progress:
             seconds = estimate(work, progress)
         workers = count_of(work.executor.workers, "worker")
-        time = "" if seconds is None else f", about {duration(seconds)} of training on {workers}"
+        time = "" if seconds is None else f", about {duration(seconds)} on {workers}"
         console.print(f"to do: {cost(missing, len(work.groups(bundle)))}{time}")
 
 
