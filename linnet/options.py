@@ -1,4 +1,4 @@
-"""Options of a command, made from the function that runs it, its tables, and the bar of its progress.
+"""Options of a command, made from the function that runs it, its tables, durations, and the bar of its progress.
 
     @options
     def filter_(folder: str, *, out: Path, cut: Cut, workers: Count = 1) -> None:
@@ -26,10 +26,12 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import operator
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -38,7 +40,15 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from typer.core import TyperGroup
 from typer.models import OptionInfo, ParameterInfo
@@ -225,6 +235,8 @@ def open_page(page: Path) -> None:
 WIDE = {"pad_edge": False, "padding": (0, 2, 0, 0)}  # styles of tables
 BOLD = {**WIDE, "header_style": "bold"}
 QUIET = 5.0  # seconds between two lines about progress where the output is not a terminal
+STEADY = 30.0  # the same for a bar, which may last for hours
+UNKNOWN = "–"
 RULED = {"pad_edge": False, "box": SIMPLE}
 
 
@@ -262,12 +274,55 @@ def working(text: str, console: Console | None = None) -> Iterator[Callable[[str
         yield show
 
 
-class Bar(Progress):
+def duration(seconds: float | None) -> str:
+    """Returns seconds as people read them: 0.42 s, 12.3 s, 3 min 20 s, 5 h 12 min, 3 d 4 h; a dash for None or NaN."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    short = Decimal(f"{seconds:.2e}")
+    if short < 60:
+        text = f"{short:f}"
+        return f"{text.rstrip('0').rstrip('.') if '.' in text else text} s"
+    if round(seconds) < 3600:
+        number, rest, units = *divmod(round(seconds), 60), ("min", "s")
+    elif round(seconds / 60) < 48 * 60:
+        number, rest, units = *divmod(round(seconds / 60), 60), ("h", "min")
+    else:
+        number, rest, units = *divmod(round(seconds / 3600), 24), ("d", "h")
+    return f"{number} {units[0]} {rest} {units[1]}" if rest else f"{number} {units[0]}"
+
+
+class Steps(Progress):
+    """A progress bar on a terminal; elsewhere a line, at most one every `STEADY` seconds."""
+
+    def __init__(self, *columns: ProgressColumn, console: Console):
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._printed = time.monotonic()
+
+    def update(self, task_id: TaskID, **values: Any) -> None:
+        super().update(task_id, **values)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, task_id: TaskID) -> None:
+        if self.console.is_terminal or time.monotonic() - self._printed < STEADY:
+            return
+        self._printed, task = time.monotonic(), self._tasks[task_id]
+        text = f"{task.description}: {task.completed:,.0f} done"
+        if task.total and task.completed:
+            left = (task.elapsed or 0.0) * (task.total - task.completed) / task.completed
+            text = f"{task.description}: {task.percentage:.0f} %, about {duration(round(left))} left"
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Bar(Steps):
     """A progress bar; call it with the name of the current step, its finished bytes and its total bytes."""
 
     def __init__(self, console: Console):
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        super().__init__(*columns, console=console)
         self._doing: tuple | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:

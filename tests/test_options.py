@@ -1,6 +1,7 @@
 """Options made from a function's parameters, its docstring and its groups."""
 
 import inspect
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Annotated, Literal
 import pytest
 import typer
 from pydantic import Field
+from rich.console import Console
+from rich.progress import TextColumn
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from linnet.cli import app as linnet_app
 from linnet.config import Config, ConfigError, entries, printable
-from linnet.options import AsJson, Count, by_option, options, parse_options, values_of
+from linnet.options import STEADY, AsJson, Count, Steps, by_option, options, parse_options, values_of
 
 CALLS = []
 
@@ -210,3 +213,22 @@ def test_each_entry_of_a_docstring_is_help_of_a_parameter():
             assert shown.rstrip(".") == text, (one.name, entry)
             checked += 1
     assert checked > 60
+
+
+@pytest.mark.parametrize("total, text", [(8, "prompts: 50 %, about 10 s left\n"), (None, "prompts: 4 done\n")])
+def test_a_bar_prints_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, total, text):
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    console = Console(file=io.StringIO())
+    with Steps(TextColumn("{task.description}"), console=console) as bar:
+        bar.get_time = lambda: clock[0]
+        task = bar.add_task("prompts", total=total)
+        for number in range(1, 5):
+            clock[0] = number * 10.0
+            bar.advance(task)
+            if number < 3:
+                assert not console.file.getvalue(), "less than half a minute"
+    assert console.file.getvalue().count("\n") == 1
+    clock[0] = 10.0 + STEADY * 2
+    bar.update(task, completed=4)
+    assert console.file.getvalue().endswith(text.replace("10 s", "1 min 10 s"))

@@ -29,10 +29,11 @@ from linnet.mad.settings import BUDGETS, PlannedRun, Setting, plan
 from linnet.mad.training import MAD_LAB, MQAR, PAPER, Training
 from linnet.models import ModelConfig
 from linnet.models.recipes.mad import LAYERS, fit_length
+from linnet.options import duration
 from linnet.runs import RunFolder
 from linnet.runs.files import FULL, csv_text, room, write_atomic
 from linnet.study.executors import Executor, ExecutorConfig, Job, Outcome, make_executor
-from linnet.study.progress import StudyProgress, count, duration
+from linnet.study.progress import StudyProgress, count
 from linnet.study.timing import fit_line, seconds_of, wall_seconds
 from linnet.train import device as devices
 from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective

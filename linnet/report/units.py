@@ -4,7 +4,9 @@ import math
 import re
 from html import escape
 
-MISSING = "–"
+from linnet.options import UNKNOWN as MISSING
+from linnet.options import duration as duration
+
 SPACE = "\N{NO-BREAK SPACE}"  # between a number and its unit
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _POWER = re.compile(r"(?<![\w.+-])\d+(?:\.\d+)?e[+-]\d+\b")
@@ -82,22 +84,6 @@ def percent(fraction: float, digits: int = 2) -> str:
     if not _known(fraction):
         return MISSING
     return significant(100 * fraction if abs(fraction) >= 1e-6 else 0.0, digits) + SPACE + "%"
-
-
-def duration(seconds: float) -> str:
-    """0.42 s, 12.3 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
-    if not _known(seconds):
-        return MISSING
-    if float(f"{seconds:.2e}") < 60:
-        return _short(significant(seconds)) + " s"
-    if round(seconds) < 3600:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    if round(seconds / 60) < 48 * 60:
-        hours, rest = divmod(round(seconds / 60), 60)
-        return f"{hours} h {rest} min" if rest else f"{hours} h"
-    days, rest = divmod(round(seconds / 3600), 24)
-    return f"{days} d {rest} h" if rest else f"{days} d"
 
 
 def plural(number: int, noun: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from linnet.options import duration
 from linnet.runs import RunFolder
 from linnet.study.ladder import PlannedRun
 
@@ -91,24 +92,13 @@ class StudyProgress:
         if done >= self.total:
             return ""
         if done - self.before > 0.02 * self.total:
-            return f"about {duration(elapsed * (self.total - done) / (done - self.before))} left"
+            return f"about {duration(round(elapsed * (self.total - done) / (done - self.before)))} left"
         return f"about {duration(self.total / self.workers)} left" if self.predicted else ""
 
     def _refresh(self) -> None:
         running = len(self.partial)
         text = f"{len(self.finished)} of {len(self.runs)} runs" + (f", {running} running" if running else "")
         self.bar.update(self.task, completed=self._done(), description=text, left=self._left())
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds for people: `40 s`, `7 min`, `3.5 h`, `12 days`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:,.0f} days"
 
 
 def count(number: float) -> str:

@@ -27,6 +27,7 @@ from rich.markup import escape
 from linnet import trust
 from linnet.config import ConfigError, read_yaml, refuse
 from linnet.data.corpus import MixtureSource, Portion, mixture_of
+from linnet.options import duration
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
 from linnet.runs.folder import patiently
@@ -36,7 +37,7 @@ from linnet.study.differences import write_differences
 from linnet.study.executors import Job, Outcome, device_problem, is_out_of_memory, make_executor
 from linnet.study.ladder import Plan, PlannedRun, RateRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
-from linnet.study.progress import StudyProgress, count, duration
+from linnet.study.progress import StudyProgress, count
 from linnet.train import TrainingConfig, passes, read_training, run_folder, train
 from linnet.train.evaluation import collected
 from linnet.train.monitor import stop_with_parent

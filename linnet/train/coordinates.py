@@ -27,8 +27,8 @@ from linnet.config import ConfigError
 from linnet.models.config import ModelConfig
 from linnet.models.costs import flops_exact
 from linnet.models.parametrisation import at_width
+from linnet.options import duration
 from linnet.train.config import TrainConfig
-from linnet.train.monitor import duration
 from linnet.train.objective import RunObjective
 from linnet.train.optimizer import ScheduleConfig
 from linnet.train.preflight import preflight

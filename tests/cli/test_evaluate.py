@@ -175,7 +175,7 @@ def test_conversations_of_two_models_are_compared_though_their_templates_differ(
     assert missing.exit_code == 2 and "PATH: " in missing.stderr
 
 
-def test_needles_are_looked_for_and_kept(folder):
+def test_needles_are_looked_for_and_kept(folder, monkeypatch):
     arguments = ["--mode", "standard", "--lengths", "300:500:3", "--depths", 2]
     result = call("needle", folder / "llama", *arguments, "--json")
     assert result.exit_code == 0, result.output
@@ -186,7 +186,9 @@ def test_needles_are_looked_for_and_kept(folder):
     [kept] = (folder / "llama" / "evaluations").glob("needle-*.json")
     assert json.loads(kept.read_text()) == record
     assert {one["metric"]: one["n"] for one in record["results"]} == {"accuracy": 6, "weighted": 6, "niah_score": 6}
+    monkeypatch.setattr("linnet.options.STEADY", 0.0)
     shown = call("needle", folder / "tnl", "--lengths", "300,500", "--depths", 2, "--scoring", "choice")
+    assert "prompts: 100 %, about 0 s left\n" in shown.stderr
     assert "NIAH score" in shown.stdout and "500" in shown.stdout
 
 

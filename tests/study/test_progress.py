@@ -51,4 +51,4 @@ def test_a_line_now_and_then_while_runs_train_without_a_terminal(tmp_path, monke
             now[0] += 0.5
             shown.tick()
     [line] = console.file.getvalue().splitlines()
-    assert line == "    0/2  1 running, 25% of the work  about 2 min left"
+    assert line == "    0/2  1 running, 25% of the work  about 1 min 30 s left"

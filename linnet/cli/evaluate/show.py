@@ -11,7 +11,7 @@ from rich.markup import escape
 from linnet.companions import Offer
 from linnet.evaluate.results import Evaluation, Result, shown_score
 from linnet.laws.orders import FEWEST
-from linnet.options import BOLD, WIDE, make_table
+from linnet.options import BOLD, WIDE, Steps, make_table
 
 
 class _Bar:
@@ -31,11 +31,11 @@ class _Bar:
 
 @contextmanager
 def bar(unit: str, total: int | None) -> Iterator[_Bar]:
-    """A progress bar on stderr."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """A progress bar on stderr; a line now and then where it is not a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    with Steps(*columns, console=Console(stderr=True)) as shown:
         yield _Bar(shown, shown.add_task(unit, total=total))
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from linnet.config import count_of
 from linnet.laws.fit.results import ArchitectureFit, MethodFit
-from linnet.options import WIDE, make_table
+from linnet.options import WIDE, duration, make_table
 from linnet.runs import RunFolder
 from linnet.study.adaptive import MOST, Candidate, Limit, Proposal, propose
 from linnet.study.collect import RUNS, load_study
@@ -18,7 +18,7 @@ from linnet.study.design import Answer, Question
 from linnet.study.executors import worker_slots
 from linnet.study.ladder import Plan
 from linnet.study.ladder import plan as make_plan
-from linnet.study.progress import count, duration
+from linnet.study.progress import count
 from linnet.study.runner import CACHE, run_study
 from linnet.study.timing import StepCosts, seconds_of, step_costs
 

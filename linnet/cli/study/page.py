@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from linnet.config import count_of, grouped
-from linnet.options import WIDE, make_table
+from linnet.options import WIDE, duration, make_table
 from linnet.study.ladder import Plan, find_units
-from linnet.study.progress import count, duration
+from linnet.study.progress import count
 from linnet.study.sensitivity import FACTORS, FIX, UNKNOWN, Sensitivities, doubts, sentences, shown_loss, shown_value
 from linnet.study.timing import wall_seconds
 

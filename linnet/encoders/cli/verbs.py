@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from linnet.cli.evaluate import Running, is_given, run_all, run_evaluators
 from linnet.config import ConfigError, gather, grouped, parse, refuse
 from linnet.evaluate.results import Evaluation, shown_score
-from linnet.options import BOLD, WIDE, AsJson, Count, by_option, echo_json, make_table, options
+from linnet.options import BOLD, WIDE, AsJson, Count, Steps, by_option, echo_json, make_table, options
 from linnet.runs import RunFolder
 from linnet.runs.folder import STATED
 
@@ -71,7 +71,7 @@ def make_lra(
     config = _config(task, source, samples, size, seed, selection)
     console = Console(stderr=True, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Steps(*columns, console=console) as bar:
         line = bar.add_task("reading", total=None)
         stage = write_lra(
             find_maker(config, None),

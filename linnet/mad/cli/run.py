@@ -180,7 +180,8 @@ def run(
 def print_plan(work, bundle: int | None, console) -> None:
     """Prints a row per architecture: its settings, runs, model-steps and FLOPs; then what is still to do."""
     from linnet.mad.run import cost, estimate
-    from linnet.study.progress import count, duration
+    from linnet.options import duration
+    from linnet.study.progress import count
 
     table = make_table("architecture", "#settings", "#runs", "#steps", "#FLOPs", style=WIDE)
     for name in work.models:

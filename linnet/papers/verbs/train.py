@@ -16,6 +16,7 @@ from linnet.config import ConfigError, digest, gather, refuse, unwritable
 from linnet.data import DataConfig
 from linnet.data.problems import missing_text
 from linnet.evaluate.retrieval.needle import lessons, write_lessons
+from linnet.options import duration
 from linnet.papers.verbs.base import (
     Cost,
     Job,
@@ -30,7 +31,6 @@ from linnet.papers.verbs.base import (
     write_planned,
 )
 from linnet.runs import RunFolder
-from linnet.study.progress import duration
 from linnet.train import read_training, train
 from linnet.train.config import resolve
 from linnet.train.identity import contents_of, digest_of

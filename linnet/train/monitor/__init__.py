@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from linnet.config import Config, refuse
 from linnet.evaluate.results import shown_score
+from linnet.options import duration
 from linnet.runs.record import ROWS_LOST
 from linnet.signals import Terminated
 
@@ -339,7 +340,7 @@ class TerminalProgress:
             self._scoring, self._told = time.monotonic(), False
         seconds, state = time.monotonic() - self._scoring, ""
         if row["done"]:
-            state = f"{duration(seconds * (row['total'] / row['done'] - 1))} left"
+            state = f"{duration(round(seconds * (row['total'] / row['done'] - 1)))} left"
         self._bar.update(
             self._task,
             description=f"scoring held-out {'text' if self._units == 'tokens' else self._units}",
@@ -357,7 +358,7 @@ class TerminalProgress:
         speed = row[f"{self._units}_per_second"]
         total = self._total or self._steps * row[self._units] / row["step"]
         left = max(0.0, total - row[self._units]) / speed
-        state = f"loss {row['loss']:.4f}  {speed:,.0f} {self._units}/s  {duration(left)} left"
+        state = f"loss {row['loss']:.4f}  {speed:,.0f} {self._units}/s  {duration(round(left))} left"
         if row["flop_utilisation"] is not None:
             state += f"  {row['flop_utilisation']:.1%} of peak"
         self._bar.update(self._task, completed=row["step"], state=state)
@@ -386,13 +387,3 @@ class TerminalProgress:
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds as `2:05`, `1:02:05` or `3 d 4 h`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
