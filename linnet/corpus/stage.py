@@ -25,7 +25,17 @@ from typing import Any, BinaryIO, Protocol
 from linnet.config import Config, ConfigError, digest, refuse, shown, unwritable
 from linnet.corpus.documents import BLOCK, Document, Inputs, Samples, around, encode, find_inputs
 from linnet.data.parts import Part, clear_stage, locked, remove_halves, run_parts, whole_file, write_json
-from linnet.data.sources import PLAN, STAGE, changed_settings, fingerprint, may_be_left, read_plan, read_stage
+from linnet.data.sources import (
+    PLAN,
+    STAGE,
+    changed_settings,
+    fingerprint,
+    may_be_left,
+    of_version,
+    other_version,
+    read_plan,
+    read_stage,
+)
 from linnet.install import install_command
 
 FORMAT = 1  # increase it when the same inputs give other bytes
@@ -102,13 +112,13 @@ def open_stage(
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         remove_halves(out)
-        if anew and ((out / STAGE).exists() or read_plan(out) != plan):
+        if anew and ((out / STAGE).exists() or read_plan(out) != of_version(plan)):
             clear_stage(out, [*out.glob("shard-*.jsonl.zst"), out / PROVENANCE], out / STAGE)
         done = _compare(out, plan)
         if not done and read_plan(out) is None:  # a kill may have left some files of a plan that was being removed
             shutil.rmtree(out / "parts", ignore_errors=True)
             (out / PLAN).parent.mkdir()
-            write_json(out / PLAN, plan)
+            write_json(out / PLAN, of_version(plan))
         yield Stage(out, source_inputs, plan, sources, done)
 
 
@@ -335,6 +345,9 @@ def _compare(out: Path, plan: dict) -> bool:
         fix = f"name another --out than {out}, or give --anew to replace it"
         raise ConfigError([f"{line}; {fix}" for line in _differences(old, plan)], plan["stage"])
     if finished is None:
+        if reason := other_version(there):
+            fix = f"finish with that version, name another --out than {out}, or give --anew to begin again"
+            raise ConfigError([f"{out}: {reason}; {fix}"], plan["stage"])
         return False
     for shard in finished["shards"]:
         path = out / shard["name"]

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import field_validator
 
+import linnet
 from linnet.config import Config, shown
 from linnet.data import hub, wikitext
 from linnet.data.records import BadFile, SourceFile, fingerprint, kind_of, unreadable
@@ -273,6 +274,20 @@ def read_stage(folder: Path) -> dict | None:
 def read_plan(folder: Path) -> dict | None:
     """Returns the plan of a stage that is not finished; None for other folders."""
     return _read_record(folder / PLAN, _Plan)
+
+
+def of_version(plan: dict) -> dict:
+    """Returns a plan as it is written: with the version of Linnet that began, whose rules may differ from another's."""
+    return {**plan, "linnet": linnet.__version__}
+
+
+def other_version(begun: dict) -> str | None:
+    """Returns a problem if another version of Linnet began a stage, given its plan as it was written; else None."""
+    version = begun.get("linnet")
+    if version == linnet.__version__:
+        return None
+    by = f"Linnet {version}" if isinstance(version, str) else "Linnet before 0.3.0"
+    return f"{by} began it and this is {linnet.__version__}, whose output may differ"
 
 
 def _read_record(path: Path, form: type[Config]) -> dict | None:

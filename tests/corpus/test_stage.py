@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import linnet
 from linnet.config import Config, ConfigError
 from linnet.corpus import documents
 from linnet.corpus.documents import Document, find_inputs, read_part
@@ -94,6 +95,24 @@ def test_the_same_command_resumes(source, tmp_path):
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in before} == before
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     run_stage("keep", [str(source)], tmp_path / "out", Settings(), Keep(stop="0"))  # finished: nothing to do
+
+
+@pytest.mark.parametrize("version", ["0.2.0", None])
+def test_a_stage_that_another_version_began_is_not_continued_but_a_finished_one_stays(source, tmp_path, version):
+    """Rules change from release to release, and the shards would be of two versions."""
+    with pytest.raises(OSError):
+        run_stage("keep", [str(source)], tmp_path / "out", Settings(), Keep(stop="21 "))
+    plan = tmp_path / "out" / sources.PLAN
+    values = json.loads(plan.read_text())
+    assert values.pop("linnet") == linnet.__version__
+    plan.write_text(json.dumps(values if version is None else values | {"linnet": version}))
+    before = content_of(tmp_path / "out")
+    with pytest.raises(ConfigError, match=rf"Linnet {version or 'before 0.3.0'} began it .*--anew"):
+        run_stage("keep", [str(source)], tmp_path / "out", Settings(), Keep())
+    assert content_of(tmp_path / "out") == before
+    made = run_stage("keep", [str(source)], tmp_path / "out", Settings(), Keep(), anew=True)
+    assert "linnet" not in made and made == run_stage("keep", [str(source)], tmp_path / "two", Settings(), Keep())
+    run_stage("keep", [str(source)], tmp_path / "out", Settings(), Keep(stop="0"))
 
 
 @pytest.mark.parametrize("damage", [5, [], {}, {"inputs": 5}, {"settings": []}, {"inputs": [1]}, {"inputs": [{}]}])

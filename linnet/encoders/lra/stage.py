@@ -20,7 +20,16 @@ from safetensors.numpy import save
 
 from linnet.config import ConfigError, digest, unwritable
 from linnet.data.parts import WAIT, Part, clear_stage, locked, remove_halves, run_parts, whole_file, write_json
-from linnet.data.sources import PLAN, STAGE, changed_settings, fingerprint, may_be_left, read_plan
+from linnet.data.sources import (
+    PLAN,
+    STAGE,
+    changed_settings,
+    fingerprint,
+    may_be_left,
+    of_version,
+    other_version,
+    read_plan,
+)
 from linnet.encoders.lra.task import SPLITS, LraTask, Shard, SplitName
 
 FORMAT = 1  # increase it when the same settings give other bytes
@@ -105,7 +114,7 @@ def write_lra(
     with locked(out, wait):
         _check_content(out)
         plan = plan_of(maker)
-        if anew and (_held(out) != plan or (out / STAGE).exists()):
+        if anew and (_held(out) != of_version(plan) or (out / STAGE).exists()):
             clear_stage(out, [path for split in SPLITS for path in out.glob(f"{split}-*{SUFFIX}")], out / STAGE)
         _compare(out, plan)
         if (out / STAGE).is_file():
@@ -113,7 +122,7 @@ def write_lra(
         remove_halves(out)
         if read_plan(out) is None:
             (out / PLAN).parent.mkdir(exist_ok=True)
-            write_json(out / PLAN, plan)
+            write_json(out / PLAN, of_version(plan))
         _write_units(maker, out, workers, progress)
         return _finish(maker, out, plan)
 
@@ -232,7 +241,12 @@ def _held(out: Path) -> dict[str, Any] | None:
 def _compare(out: Path, plan: dict[str, Any]) -> None:
     """Raises ConfigError if a folder holds other settings or sources."""
     held = _held(out)
-    if held is None or held == plan:
+    if held is None:
+        return
+    if {key: held.get(key) for key in PLAN_KEYS} == plan:
+        if not (out / STAGE).is_file() and (reason := other_version(held)):
+            fix = "finish with that version, or delete the folder (linnet data lra --anew does) to begin again"
+            raise ConfigError([f"{out}: {reason}; {fix}"], KIND)
         return
     lines = changed_settings(held.get("settings") or {}, plan["settings"])
     lines += [] if held.get("inputs") == plan["inputs"] else ["source: its content was another"]

@@ -85,6 +85,18 @@ def test_a_stopped_command_resumes_and_keeps_what_it_has(corpus, tmp_path):
     assert contents(tmp_path) == contents(corpus.folder)
 
 
+def test_a_task_that_another_version_began_is_begun_again(corpus, tmp_path):
+    maker = find_maker(config(), None)
+    with pytest.raises(OSError, match="no space"):
+        write_lra(Stops(maker.settings, at="validation"), tmp_path)
+    plan = tmp_path / "parts" / "plan.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"linnet": "0.2.0"}))
+    with pytest.raises(ConfigError, match=r"Linnet 0\.2\.0 began it .*--anew"):
+        write_lra(maker, tmp_path)
+    write_lra(maker, tmp_path, anew=True)
+    assert contents(tmp_path) == contents(corpus.folder)
+
+
 def test_a_finished_folder_is_not_written_again(corpus):
     before = {path.name: path.stat().st_mtime_ns for path in corpus.folder.iterdir()}
     again = prepare_lra(config(), corpus.folder.parent)
