@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from linnet.config import ConfigError
-from linnet.layers.base import Mixer
+from linnet.layers.base import MIXERS, Mixer
 from linnet.layers.block import Block
 from linnet.layers.non_causal import mix_all, passes
 from linnet.layers.positions import Grid
@@ -66,6 +66,14 @@ def model_flops(model: torch.nn.Module, seq_len: int | None = None, training: bo
 def flops_paper(config: StackConfig, seq_len: int | None = None) -> float:
     """Returns the training FLOPs of one sequence as paper 000 counts them (Table 1)."""
     return _paper(*_key(config), seq_len)
+
+
+def counted_by_weights(config: StackConfig) -> list[str]:
+    """Returns the mixers from outside the package that do not define `flops_paper`: two FLOPs per weight and token."""
+    names = {cls: name for name, cls in MIXERS.items()}
+    parts = {type(part) for part in meta_model(*_key(config)).backbone.parts() if isinstance(part, Mixer)}
+    own = [cls for cls in parts if cls.flops_paper is Mixer.flops_paper and not cls.__module__.startswith("linnet.")]
+    return sorted(names.get(cls, cls.__name__) for cls in own)
 
 
 def flops_004(config: StackConfig, seq_len: int | None = None) -> float:

@@ -15,6 +15,7 @@ from linnet.report.figures import draw
 from linnet.report.findings import findings, plain, summary
 from linnet.report.records import Study, read_study
 from linnet.runs.files import write_atomic
+from linnet.study.collect import by_weights
 from linnet.study.differences import missing_pairs, read_differences
 from linnet.study.sensitivity import FIX, SETTING, UNKNOWN, doubts, sentences
 
@@ -261,6 +262,8 @@ def _conventions(study: Study) -> list[str]:
         "Exponents depend on what is counted: embeddings are a large part of small models, and 6ND leaves out "
         "everything that is not a weight. Compare architectures, and papers, under one convention only."
     )
+    if note := by_weights(study.folder, study.table.to_dict("records")):
+        caption += f" {escape(note[0].upper() + note[1:])}."
     return ["<h2>How counting changes the exponents</h2>", f'<p class="caption">{caption}</p>', table]
 
 

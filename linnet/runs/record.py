@@ -26,6 +26,10 @@ ROWS_LOST = "rows_lost"
 """`event` of the row that says that rows before it are missing or changed."""
 
 
+BY_WEIGHTS = "flops_paper_by_weights"
+"""Key of a result.json: mixers that `flops_paper` counts by their weights alone, because they define no count."""
+
+
 class Record:
     """The open metrics.jsonl of a training run.
 

@@ -13,7 +13,7 @@ import yaml
 from linnet.config import ConfigError, refuse
 from linnet.runs import RunFolder
 from linnet.runs.files import csv_text, write_atomic
-from linnet.runs.record import curve_rows
+from linnet.runs.record import BY_WEIGHTS, curve_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -171,6 +171,23 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def by_weights(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns a note on mixers that paper 000's count takes by their weights alone, by the results of runs in a table.
+
+    Args:
+        rows: as in `complete`.
+    """
+    mixers: set[str] = set()
+    for row in rows:
+        path = folder / str(row["path"] if not _absent(row.get("path")) else f"{RUNS}/{row.get('run')}")
+        with contextlib.suppress(ConfigError, OSError, TypeError):  # a run that is not done, or a damaged result
+            mixers |= set(RunFolder(path).result().get(BY_WEIGHTS, ()))
+    if not mixers:
+        return None
+    which = f"the mixer{'s' * (len(mixers) > 1)} {', '.join(sorted(mixers))}"
+    return f"the count of paper 000 takes {which} by weights alone, for lack of a flops_paper"
+
+
 def renew(folder: str | Path) -> list[str]:
     """Writes table.csv of a study again if runs of the plan have ended since: the study still runs, or was killed.
 
@@ -285,6 +302,8 @@ def load_study(
         notes.append(f"{rows} without a training curve (no metrics.jsonl in the run folder)")
     if broken:
         notes.append(f"{broken} unreadable lines of metrics.jsonl left out: not JSON, or not numbers")
+    if note := by_weights(path, table.to_dict("records")):
+        notes.append(note)
     return table, pd.concat(parts, ignore_index=True) if parts else None, notes
 
 

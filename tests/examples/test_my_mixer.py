@@ -11,6 +11,7 @@ from linnet.config import parse
 from linnet.layers.base import LayerContext, find_mixer, load_plugin
 from linnet.models import build_model, count_parameters, family, flops_exact
 from linnet.study import StudyConfig, run_study
+from linnet.study.collect import load_study
 from linnet.train import TrainConfig
 from linnet.train.objectives import read_training
 
@@ -92,6 +93,8 @@ def test_a_study_takes_it_by_its_file(tmp_path):
     }
     (row,) = run_study(parse(StudyConfig, values), tmp_path).rows
     assert (row["architecture"], row["status"]) == ("my_mixer", "done")
+    notes = load_study(tmp_path / "outside")[2]
+    assert any("the mixer my_mixer by weights alone" in note for note in notes), notes
 
 
 def test_what_the_docs_show_of_it_is_so(monkeypatch, capsys):

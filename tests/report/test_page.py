@@ -27,6 +27,7 @@ from linnet.report.findings import _speed, findings
 from linnet.report.records import read_study
 from linnet.report.run import state_size, training_curves
 from linnet.report.tables import law_table
+from linnet.runs.record import BY_WEIGHTS
 from linnet.study.collect import load_study
 
 FIGURES = {
@@ -543,6 +544,16 @@ def test_a_damaged_result_hides_no_other_run(study, write):
     (damaged / "result.json").write_text('{"status": "do')
     page = write(folder)
     assert "books (0123)" in page.text and damaged.name in page.text
+
+
+def test_mixers_that_are_counted_by_their_weights_are_named(study, write, monkeypatch):
+    monkeypatch.setattr("linnet.report.tables.convention_table", lambda study: "<table></table>")
+    folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11), widths=(16, 24, 32, 48))
+    assert "by weights alone" not in write(folder).text
+    first = min((folder / "runs").iterdir())
+    (first / "result.json").write_text(json.dumps({"status": "done", BY_WEIGHTS: ["mine"]}))
+    assert "The count of paper 000 takes the mixer mine by weights alone" in write(folder).text
+    assert any("the mixer mine by weights alone" in note for note in load_study(folder)[2])
 
 
 @pytest.mark.parametrize("runs", [2, 4])

@@ -22,9 +22,11 @@ from linnet.evaluate import Score, score
 from linnet.layers.positions import length_problems
 from linnet.models import CausalLM, ModelConfig, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
+from linnet.models.costs import counted_by_weights
 from linnet.parallel.mesh import Mesh
 from linnet.parallel.tensor import Cuts
 from linnet.runs.model import TOKENIZER, files_of_start, vocabulary_of
+from linnet.runs.record import BY_WEIGHTS
 from linnet.train import passes
 from linnet.train.config import CorpusTraining, TrainConfig, TrainingConfig, check_vocabulary
 from linnet.train.objective import Autocast, Loss, Preparing, Progress, RunObjective, Show
@@ -299,6 +301,7 @@ class TextObjective(CorpusObjective):
         return {
             "bits_per_byte": validation.get("validation_bits_per_byte"),
             "flops_paper": rows * flops_paper(config.model, config.seq_len),
+            **({BY_WEIGHTS: mixers} if (mixers := counted_by_weights(config.model)) else {}),
             "state_bytes": state_bytes(config.model, config.seq_len),
             "seq_len": config.seq_len,
             "unique_tokens": len(self.data.train),
