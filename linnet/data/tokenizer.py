@@ -866,8 +866,8 @@ def keep_apart(values: dict, end: str, special: Iterable[str]) -> dict:
     model, added = values["model"], values["added_tokens"]
     marked = [{**token, "special": True, "normalized": False} if token["content"] == end else token for token in added]
     vocab = model["vocab"]
-    own = {piece for piece, _ in vocab} if isinstance(vocab, list) else vocab.keys()
-    reached = [token for token in special if token in own]
+    pieces = {piece for piece, _ in vocab} if isinstance(vocab, list) else vocab.keys()
+    reached = [token for token in special if token in pieces]
     if model["type"] == "BPE" and not model.get("ignore_merges"):
         merged = {"".join(merge) if isinstance(merge, list) else merge.replace(" ", "", 1) for merge in model["merges"]}
         reached = [token for token in reached if token in merged]

@@ -72,8 +72,8 @@ def counted_by_weights(config: StackConfig) -> list[str]:
     """Returns the mixers from outside the package that do not define `flops_paper`: two FLOPs per weight and token."""
     names = {cls: name for name, cls in MIXERS.items()}
     parts = {type(part) for part in meta_model(*_key(config)).backbone.parts() if isinstance(part, Mixer)}
-    own = [cls for cls in parts if cls.flops_paper is Mixer.flops_paper and not cls.__module__.startswith("linnet.")]
-    return sorted(names.get(cls, cls.__name__) for cls in own)
+    foreign = [cls for cls in parts if not cls.__module__.startswith("linnet.")]
+    return sorted(names.get(cls, cls.__name__) for cls in foreign if cls.flops_paper is Mixer.flops_paper)
 
 
 def flops_004(config: StackConfig, seq_len: int | None = None) -> float:

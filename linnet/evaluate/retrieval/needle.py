@@ -246,20 +246,20 @@ def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Quest
         case "multikey":
             return Question(tuple(map(state, keys, values)), ask(keys[0]), (values[0],), tuple(values[1:]))
         case "multivalue":
-            asked = f"Question: What are all numbers of the {keys[0]}? Answer: They are"
-            question = Question(tuple(state(keys[0], value) for value in values), asked, tuple(values))
+            prompt = f"Question: What are all numbers of the {keys[0]}? Answer: They are"
+            question = Question(tuple(state(keys[0], value) for value in values), prompt, tuple(values))
             if config.scoring == "match":
                 return question
             others = generator.choice(np.setdiff1d(numbers, np.array(values, int)), VALUES, replace=False).astype(str)
             return _among(question, [state(keys[1], value) for value in others], others.tolist(), generator)
         case "multiquery":
-            asked = "Question: What are the numbers of the " + ", the ".join(keys) + "? Answer: They are"
+            prompt = "Question: What are the numbers of the " + ", the ".join(keys) + "? Answer: They are"
             others = tuple(map(", ".join, itertools.permutations(values)))[1:]
-            return Question(tuple(map(state, keys, values)), asked, tuple(values), others)
+            return Question(tuple(map(state, keys, values)), prompt, tuple(values), others)
         case "tracking":
             names, links = _chain(values[0], generator)
-            asked = f"Question: Which variables have the value {values[0]}? Answer: They are"
-            question = Question(tuple(links), asked, tuple(names))
+            prompt = f"Question: Which variables have the value {values[0]}? Answer: They are"
+            question = Question(tuple(links), prompt, tuple(names))
             if config.scoring == "match":
                 return question
             others, needles = _chain(values[1], generator)
@@ -282,7 +282,7 @@ def _among(
     """
     ours, theirs = iter(question.needles[1:]), iter(needles)
     order = generator.permutation([True] * (len(question.needles) - 1) + [False] * len(needles))
-    mixed = tuple(next(ours if own else theirs) for own in order)
+    mixed = tuple(next(ours if right else theirs) for right in order)
     lists = itertools.product(*zip(question.answers, values, strict=True))  # the first is the answer
     return replace(question, needles=(question.needles[0], *mixed), confused=tuple(map(", ".join, lists))[1:])
 
