@@ -22,6 +22,7 @@ from linnet.layers.positions import Grid
 # 256 tokens: whole chunks, since a mixer may need them, and several, since mistakes are often made between two. No
 # chunk begins at a cut, and tokens are looked at before an odd and an even one, since a leak may have a pattern.
 BATCH, TOKENS, CUT, STEPS = 2, 256, 37, 8
+APART = (CUT, 22)  # tokens of each row before those that a server computes together
 CUTS = (CUT, 166)
 WIDTH = 64  # width of the first layer that is tried: a wide layer takes long, above all on a busy machine
 # Relative to the largest output: above rounding errors in float32 and far below mistakes, which are about as large as
@@ -33,6 +34,7 @@ BACKWARD = "the backward pass of forward"
 FEW, GRADIENT_TOLERANCE = 64, 0.05
 SHIFTS, SHIFTS_FLOAT32 = (1e-3, 1e-6), (1e-2, 1e-1)
 ROUNDINGS = 10.0  # of one output, in units of its precision
+REPEATED = 100.0  # the same for a call that is repeated: products may be summed in another order
 EXACT = "a difference of outputs in float64"  # which float32 cannot refute
 
 
@@ -110,6 +112,9 @@ def check_mixer(
             if not problems:
                 with gather(problems):
                     _costs(cls, config, LayerContext(d_model=d_model, norm=norm, causal=causal, axes=axes))
+                if causal:
+                    with gather(problems):
+                        _dtypes(cls, config, context)
                 if names := _redrawn(cls, config, context):
                     warnings.warn(
                         f"mixer {spec!r}: the values that __init__ gives to {', '.join(names)} are lost: a model draws "
@@ -164,20 +169,31 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
         mixer, x = _mixer_and_tokens(cls, config, context, dtype)
         y, _ = _forward(mixer, x)
         _finite(y)
+        _repeats(mixer, x, y)
+        if _differing(_forward(mixer, x, seed=3)[0], y, y):
+            _refuse("draws random numbers in eval mode; draw them only `if self.training`")
         with gather(problems):
             _gradients(mixer, x[:1, :FEW], lambda tokens: mixer(tokens, None, None)[0])
         _causal(mixer, x, y)
-        _causal(mixer.train(), x, _forward(mixer, x)[0], " in training mode")
+        trained, _ = _forward(mixer.train(), x)
+        _repeats(mixer, x, trained)
+        _causal(mixer, x, trained, " in training mode")
         mixer.eval()
         _rows(_forward(mixer, x[-1:])[0], y)
         if packs:
             with gather(problems):
                 _documents(lambda tokens, cu_seqlens: _forward(mixer, tokens, cu_seqlens=cu_seqlens)[0], x[:1])
         if has_spec and (_has_step(cls) or _state(mixer, dtype)):
+            alone = len(problems)
             with gather(problems):
                 _carried(mixer, x, y)
             with gather(problems):
                 _steps(mixer, x, y)
+            if len(problems) == alone:
+                with gather(problems):
+                    _served(mixer, x, y)
+                with gather(problems):
+                    _shorter_context(mixer, x, y)
     return problems
 
 
@@ -265,6 +281,36 @@ def _costs(cls: type[Mixer], config: Config, context: LayerContext) -> None:
         _mix_all(mixer, x, _grid(context), what)
     for name in ("flops", "flops_paper"):
         _ask(functools.partial(lambda name: float(getattr(mixer, name)(TOKENS)), name), cls, f"{name}(seq_len)")
+
+
+def _dtypes(cls: type[Mixer], config: Config, context: LayerContext) -> None:
+    """Tests that a float32 layer takes a state in the dtypes of `state_spec`, in which an engine keeps it."""
+    mixer, x = _mixer_and_tokens(cls, config, context, torch.float32)
+    if cls.state_spec is Mixer.state_spec or mixer.nominal_state:
+        return
+    state = _state(mixer, None)
+    dtypes = {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
+    others = [f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items() if dtype != x.dtype]
+    if not others:
+        return
+    what = f"with the state of state_spec ({', '.join(others)})"
+    _, state = _forward(mixer, x[:, :CUT], state, f"forward {what}")
+    state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in state.items()}
+    _step(mixer, x[:, CUT], state, f"step {what}")
+
+
+def _repeats(mixer: Mixer, x: Tensor, y: Tensor) -> None:
+    """Tests that x gives y again, with the same random numbers, after other tokens were computed."""
+    _forward(mixer, x.flip(1))
+    again, _ = _forward(mixer, x)
+    allowed = REPEATED * torch.finfo(x.dtype).eps * y.abs().max()
+    if not torch.equal(again, y) and not bool(((again - y).abs() <= allowed).all()):
+        mode = "training" if mixer.training else "eval"
+        _refuse(
+            f"is not deterministic: a second call with the same x in {mode} mode gives another y, although the random "
+            "generator starts alike; keep nothing of earlier calls in the module (what a later token needs belongs in "
+            "the state), and read no clock and no generator of your own"
+        )
 
 
 def _causal(mixer: Mixer, x: Tensor, y: Tensor, mode: str = "") -> None:
@@ -385,25 +431,86 @@ def _carried(mixer: Mixer, x: Tensor, y: Tensor) -> None:
 
 def _steps(mixer: Mixer, x: Tensor, y: Tensor) -> None:
     """Tests the same for `step`, token by token."""
-    if not _has_step(type(mixer)):
-        return
     _, state = _prefill(mixer, x)
     shapes = _shapes(state)
     for t in range(CUT, CUT + STEPS):
-        step = functools.partial(_without_gradients, mixer.step, x[:, t].clone(), state)
-        try:
-            out = _ask(step, type(mixer), "step(x, state)")
-        except ConfigError as error:
-            if isinstance(error.__cause__, NotImplementedError):
-                return  # the mixer's own error says that it has no step
-            raise
-        out, state = _pair(out, x[:, t], "step")
+        if (stepped := _step(mixer, x[:, t], state)) is None:
+            return
+        out, state = stepped
         _same_shapes(state, shapes, "step")
         if _differing(out[:, None], y[:, t : t + 1], y):
             _refuse(
                 f"step gives another y than forward (at token {t}; steps begin at {CUT}); implement "
                 "the same equations in both, or leave step out (the mixer then trains, but does not generate)"
             )
+
+
+def _step(mixer: Mixer, x: Tensor, state: State, what: str = "step(x, state)") -> tuple[Tensor, State] | None:
+    """Returns y [B, D] of one token and the state after it; None for a mixer that has no step or says so."""
+    if not _has_step(type(mixer)):
+        return None
+    step = functools.partial(_without_gradients, mixer.step, given := x.clone(), state)
+    try:
+        out = _ask(step, type(mixer), what)
+    except ConfigError as error:
+        if isinstance(error.__cause__, NotImplementedError):
+            return None
+        raise
+    _untouched(given, x, "step")
+    return _pair(out, x, "step")
+
+
+def _served(mixer: Mixer, x: Tensor, y: Tensor) -> None:
+    """Tests states as a server uses them: those of other sequences in between, and rows of other lengths together."""
+    _, state = _prefill(mixer, x)
+    _forward(mixer, x[:, -APART[1] :], _state(mixer, x.dtype))
+    more, _ = _forward(mixer, x[:, CUT : CUT + STEPS], _copied(state))
+    if _differing(more, y[:, CUT : CUT + STEPS], y):
+        _refuse(
+            "remembers earlier calls: forward from the state of one sequence gives another y after another sequence "
+            "was computed; keep nothing between calls in the module, and all that later tokens need in the state, with "
+            "the number of tokens so far if the layer reads positions (linnet.layers.positions)"
+        )
+    rows = [slice(row, row + 1) for row in range(BATCH)]
+    parts = [slice(cut, cut + STEPS) for cut in APART]
+    states = [_forward(mixer, x[row, :cut], _state(mixer, x.dtype, 1))[1] for row, cut in zip(rows, APART, strict=True)]
+    state = {name: torch.cat([state[name] for state in states]) for name in states[0]}
+    tokens, right = (torch.cat([z[row, part] for row, part in zip(rows, parts, strict=True)]) for z in (x, y))
+    wrong = (
+        f"rows of a batch that have read {APART[0]} and {APART[1]} tokens give another y together than alone; a server "
+        "computes sequences of different lengths together, so read the state of each row for itself; a position is "
+        "state['position'], [batch], of which no row may take that of row 0"
+    )
+    together, _ = _forward(mixer, tokens, _copied(state))
+    if _differing(together, right, y):
+        _refuse(f"forward: {wrong}")
+    for t in range(STEPS):
+        if (stepped := _step(mixer, tokens[:, t], state)) is None:
+            return
+        out, state = stepped
+        if _differing(out[:, None], right[:, t : t + 1], y):
+            _refuse(f"step: {wrong}")
+
+
+def _shorter_context(mixer: Mixer, x: Tensor, y: Tensor) -> None:
+    """Tests that the leading corner of a state is the state for a shorter context, as an engine takes it."""
+    length = CUT + STEPS
+    shapes = {name: tensor.shape for name, tensor in _state(mixer, x.dtype, BATCH, length).items()}
+    _, state = _prefill(mixer, x)
+    if all(state[name].shape == shape for name, shape in shapes.items()):
+        return
+    corner = {name: state[name][tuple(map(slice, shape))].clone() for name, shape in shapes.items()}
+    more, _ = _forward(mixer, x[:, CUT:length], corner)
+    if changed := _differing(more, y[:, CUT:length], y):
+        _refuse(
+            f"the state for {TOKENS} tokens, cut to its first {length} slots, gives another y (at token "
+            f"{CUT + changed[0]}) than the whole state after {CUT} tokens; where a shape of state_spec depends on "
+            "context_length, fill the slots from the first on, since caches grow at their end"
+        )
+
+
+def _copied(state: State) -> State:
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def _prefill(mixer: Mixer, x: Tensor) -> tuple[Tensor, State]:
@@ -425,14 +532,14 @@ def _same_shapes(state: Any, said: dict[str, list[int]], of: str) -> None:
         )
 
 
-def _state(mixer: Mixer, dtype: torch.dtype) -> State:
-    spec = _ask(lambda: mixer.state_spec(BATCH, TOKENS), type(mixer), "state_spec(batch, context_length)")
+def _state(mixer: Mixer, dtype: torch.dtype | None, batch: int = BATCH, length: int = TOKENS) -> State:
+    spec = _ask(lambda: mixer.state_spec(batch, length), type(mixer), "state_spec(batch, context_length)")
     if not isinstance(spec, dict) or not all(isinstance(entry, TensorSpec) for entry in spec.values()):
         _refuse(f"state_spec returned {spec!r}; return {{name: TensorSpec(shape)}}, {{}} if nothing is carried")
     for name, tensor in spec.items():
-        if tuple(tensor.shape[:1]) != (BATCH,):
-            _refuse(f"state_spec: {name} has shape {list(tensor.shape)} for batch {BATCH}; put the batch first")
-    return _ask(lambda: mixer.init_state(BATCH, TOKENS, None, dtype), type(mixer), "init_state")
+        if tuple(tensor.shape[:1]) != (batch,):
+            _refuse(f"state_spec: {name} has shape {list(tensor.shape)} for batch {batch}; put the batch first")
+    return _ask(lambda: mixer.init_state(batch, length, None, dtype), type(mixer), "init_state")
 
 
 def _forward(
@@ -441,11 +548,19 @@ def _forward(
     state: State | None = None,
     what: str = "forward(x, state, cu_seqlens)",
     cu_seqlens: Tensor | None = None,
+    seed: int = 2,
 ):
     """Returns y and the state after the last token, called as a block calls the mixer."""
-    _seed(2)
-    out = _ask(lambda: _without_gradients(mixer, x.clone(), state, cu_seqlens), type(mixer), what)
+    _seed(seed)
+    given = x.clone()
+    out = _ask(lambda: _without_gradients(mixer, given, state, cu_seqlens), type(mixer), what)
+    _untouched(given, x, "forward")
     return _pair(out, x, "forward")
+
+
+def _untouched(given: Tensor, x: Tensor, of: str) -> None:
+    if not x.is_meta and not torch.equal(given, x):
+        _refuse(f"{of} writes into x, which other layers may read; make a new tensor, such as x = x * 2 for x.mul_(2)")
 
 
 def _pair(out: Any, x: Tensor, of: str) -> tuple[Tensor, Any]:

@@ -41,6 +41,52 @@ class Outside(Mixer):
     def state_spec(self, batch, context_length):
         return {"s": TensorSpec((batch, self.out.in_features))}
 """
+CACHED = """
+import torch
+from linnet.config import Config
+from linnet.layers import Mixer, TensorSpec, register_mixer
+from linnet.layers.positions import next_positions, token_positions
+
+class NoOptions(Config):
+    pass
+
+@register_mixer("outside", NoOptions)
+class Outside(Mixer):
+    def __init__(self, config, context):
+        super().__init__()
+        self.width = context.d_model
+
+    def forward(self, x, state=None, cu_seqlens=None):
+        start = None if state is None else state["position"]
+        places = token_positions(x, start)
+        x = x * (1 + places.to(x.dtype)).sin()[..., None]
+        if state is None:
+            return x.cumsum(1), None
+        slots = places[..., None].expand_as(x)
+        cache = state["cache"].scatter(1, slots, x)
+        return cache.cumsum(1).gather(1, slots), {"cache": cache, "position": next_positions(x, start)}
+
+    def step(self, x, state):
+        y, state = self.forward(x[:, None], state)
+        return y[:, 0], state
+
+    def state_spec(self, batch, context_length):
+        cache = TensorSpec((batch, context_length, self.width), torch.float32, counted=0)
+        return {"cache": cache, "position": TensorSpec((batch,), torch.int64)}
+"""
+ROW_0 = 'state["position"][:1].expand(len(x))'
+CACHES = {
+    "whole": [],
+    "position_of_row_0": [('else state["position"]', f"else {ROW_0}", "forward: rows .* 37 and 22 tokens.*position")],
+    "position_of_row_0_in_step": [
+        ("(x[:, None], state)", f'(x[:, None], {{**state, "position": {ROW_0}}})', "step: rows .* 37 and 22 tokens")
+    ],
+    "from_the_end": [
+        ("scatter(1, slots", 'scatter(1, state["cache"].shape[1] - 1 - slots', "first 45 slots.* token 37.* first on"),
+        ("cache.cumsum", "cache.flip(1).cumsum", ""),
+    ],
+    "bfloat16": [("torch.float32", "torch.bfloat16", "forward .*cache in bfloat16.* raised RuntimeError in line 23")],
+}
 OUT, STATE = "return self.out(s), None if", 'state is None else state["s"][:, None]'
 LAST, SPEC = 'None if state is None else {"s": s[:, -1]}', '{"s": TensorSpec((batch, self.out.in_features))}'
 INIT = "nn.init.zeros_(self.out.weight)"
@@ -116,6 +162,29 @@ MISTAKES = {
             r"flops.*NameError",
         )
     ],
+    "random": [(OUT, "s = s + torch.randn_like(s)\n        " + OUT, "random numbers in eval mode.*self.training")],
+    "remembers": [
+        (OUT, "self.n = getattr(self, 'n', 0) + 1; s = s + self.n\n        " + OUT, "not deterministic.* eval mode")
+    ],
+    "remembers_in_training": [
+        (
+            OUT,
+            "s = s + self.training * getattr(self, 'last', 0); self.last = s.detach().mean()\n        " + OUT,
+            "not deterministic.* training mode",
+        )
+    ],
+    "remembers_a_state": [
+        (STATE, "state is None else self.latest(state)[:, None]", "remembers earlier calls.*state"),
+        (OUT, "self.last = s[:, -1]\n        " + OUT, ""),
+        (
+            "    def step",
+            "    def latest(self, given):\n        return self.last if given['s'].any() else given['s']\n\n"
+            "    def step",
+            "",
+        ),
+    ],
+    "writes_x": [("x.cumsum(1)", "x.mul_(2).cumsum(1)", "forward writes into x")],
+    "step_writes_x": [('state["s"] += x', 'state["s"] += x; x.zero_()', "step writes into x")],
     "no_mixer": [("class Outside(Mixer)", "class Outside(nn.Module)", r"class Outside\(Mixer\)")],
 }
 RIGHT = {
@@ -147,8 +216,7 @@ RIGHT = {
 def outside(tmp_path):
     """outside(changes) writes the mixer with changes and says how to name it; after the test it is not registered."""
 
-    def write(changes):
-        text = FILE
+    def write(changes, text=FILE):
         for old, new, _ in changes:
             assert old in text
             text = text.replace(old, new)
@@ -187,6 +255,18 @@ def test_a_mistake_is_told_in_a_line_with_the_file_and_the_fix(outside, mistake)
     line, *more = caught.value.problems
     assert bool(more) == (mistake == "starts_elsewhere")  # from where steps go on, too
     assert line.startswith(f"mixer {spec!r}: ") and "\n" not in line and "; " in line
+
+
+@pytest.mark.parametrize("change", CACHES)
+def test_a_cache_is_read_as_servers_hold_it(outside, change):
+    """Rows of other lengths share a batch, caches grow at their end, and states have the dtypes of `state_spec`."""
+    spec = outside(CACHES[change], CACHED)
+    if not CACHES[change]:
+        check_mixer(spec, {}, 16)
+        return
+    with pytest.raises(ConfigError, match=CACHES[change][0][2]) as caught:
+        check_mixer(spec, {}, 16)
+    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize("form", RIGHT)
