@@ -5,6 +5,7 @@ tests/layers/test_mixers.py tests the package's own mixers more thoroughly.
 
 import contextlib
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -280,7 +281,9 @@ def _costs(cls: type[Mixer], config: Config, context: LayerContext) -> None:
     else:
         _mix_all(mixer, x, _grid(context), what)
     for name in ("flops", "flops_paper"):
-        _ask(functools.partial(lambda name: float(getattr(mixer, name)(TOKENS)), name), cls, f"{name}(seq_len)")
+        count = _ask(functools.partial(lambda name: float(getattr(mixer, name)(TOKENS)), name), cls, f"{name}(seq_len)")
+        if not 0 <= count < math.inf:
+            _refuse(f"{name}(seq_len) returned {count:g}; return FLOPs of one sequence, a finite number of at least 0")
 
 
 def _dtypes(cls: type[Mixer], config: Config, context: LayerContext) -> None:

@@ -162,6 +162,9 @@ MISTAKES = {
             r"flops.*NameError",
         )
     ],
+    "flops_below_0": [
+        ("    def step", "    def flops(self, n):\n        return -n\n\n    def step", r"flops\(seq_len\) .*-256")
+    ],
     "random": [(OUT, "s = s + torch.randn_like(s)\n        " + OUT, "random numbers in eval mode.*self.training")],
     "remembers": [
         (OUT, "self.n = getattr(self, 'n', 0) + 1; s = s + self.n\n        " + OUT, "not deterministic.* eval mode")
