@@ -132,9 +132,17 @@ class Engine:
             generation: how generations end; None takes what the tokenizer says, so a model without one never ends.
 
         Raises:
-            ConfigError: a setting is invalid.
+            ConfigError: a setting is invalid, or a mixer of the model has no step.
         """
         check_settings(slots, context_length, prefill_chunk, device, prefix_cache)
+        refuse(
+            [
+                f"layout: {name!r} has no step, so the model trains and scores texts, but does not generate; write "
+                "step(self, x, state) in its class, one token of forward"
+                for name in model.backbone.without_step
+            ],
+            "model",
+        )
         if state_dtype == torch.bfloat16:
             half_states(model)
             if compile:

@@ -198,6 +198,12 @@ class Backbone(nn.Module):
         """Whether a mixer has no finite state, so that the model does not decode (`Mixer.nominal_state`)."""
         return any(isinstance(part, Mixer) and part.nominal_state for part in self.parts())
 
+    @property
+    def without_step(self) -> list[str]:
+        """The names of mixers that compute no single token, so that the model trains but does not generate."""
+        mixers = [part for part in self.parts() if isinstance(part, Mixer)]
+        return sorted({part.name for part in mixers if type(part).step is Mixer.step})
+
     def mixers_before(self) -> Iterator[tuple[str, Mixer]]:
         """Yields the name and module of each mixer before the layers."""
         return ((name, getattr(self, name)) for name in self.before)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from recipe_cases import distinct, joined
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
 from linnet.evaluate.texts import carried_losses, windowed_losses
 from linnet.inference import Engine, Sampling
 from linnet.inference.prefix import cuts
+from linnet.layers import Mixer
 from linnet.models import ModelConfig, build_model, family, get_recipe
 from linnet.runs.model import Generation
 from linnet.serve.scoring import score_prompt
@@ -391,6 +392,14 @@ def test_what_is_wrong_with_an_engine_is_said_at_once(tmp_path):
         Engine.of_run(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="config.yaml"):
         Engine.of_run(tmp_path)
+
+
+def test_a_mixer_without_a_step_is_named_before_it_is_asked_for_tokens(monkeypatch):
+    model = build_model(parse(ModelConfig, {"d_model": 32, "layout": "tnl hgrn2 tnl", "vocab_size": VOCAB}))
+    monkeypatch.setattr(type(model.backbone.blocks[0].mixer), "step", Mixer.step)
+    with pytest.raises(ConfigError, match="layout: 'tnl' has no step.*write step") as error:
+        Engine(model)
+    assert len(error.value.problems) == 1
 
 
 def test_an_error_ends_all_requests_and_not_the_engine(hybrid):
