@@ -30,7 +30,9 @@ MOST_DEPTH = 32  # of parentheses in each other, and of aliases that name aliase
 _LISTED = 20  # problems of a layout in a message
 _SHOWN = 100  # characters of a layout in a message
 _INDENT = " " * 6
-_OWN = ", or give a mixer of your own (--mixer FILE.py:Class, or `plugins` in a file)"
+_OWN = (
+    ", or give a mixer of your own (--mixer FILE.py:Class, `plugins` in a file, or linnet.layers.load_plugin in Python)"
+)
 
 Options = Mapping[str, Mapping[str, Any]]  # layer name -> options
 
