@@ -476,6 +476,11 @@ def load_plugin(spec: str) -> str:
         names = [name for name, member in vars(module).items() if getattr(member, "__module__", None) == module_name]
         raise ConfigError([f"mixer {spec!r}: {path} has no {class_name}; {nearest(class_name, names)}"], "plugins")
     if getattr(mixer, "name", None) not in MIXERS:
+        if getattr(mixer, "name", None) in CHANNELS:
+            names = [name for name, member in vars(module).items() if member in MIXERS.values()]
+            fix = f"give {path}:{names[0]}" if names else "write it into the file of a token mixer and give that one"
+            problem = f"{class_name} is a channel mixer; {fix}, and layouts may name both layers of the file"
+            raise ConfigError([f"mixer {spec!r}: {problem}"], "plugins")
         raise ConfigError([f"mixer {spec!r}: decorate the class with @register_mixer(name, ConfigClass)"], "plugins")
     return mixer.name
 

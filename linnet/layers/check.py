@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linnet.config import Config, ConfigError, gather, parse, refuse
-from linnet.layers.base import LayerContext, Mixer, NonCausal, State, TensorSpec, find_mixer, line_of, load_plugin
+from linnet.layers.base import (
+    CHANNELS,
+    Channel,
+    LayerContext,
+    Mixer,
+    NonCausal,
+    State,
+    TensorSpec,
+    find_mixer,
+    line_of,
+    load_plugin,
+)
 from linnet.layers.non_causal import mix_all
 from linnet.layers.positions import Grid
 
@@ -48,7 +59,7 @@ def check_mixers(
     axes: int = 1,
     packs: bool = False,
 ) -> None:
-    """Runs `check_mixer` for each plugin that the layout of a model names.
+    """Runs `check_mixer` for each plugin that the layout of a model names, and tests the channel mixers of its file.
 
     Args:
         plugins: specs in the form of `load_plugin`. options: layer -> options, for all layers of the layout.
@@ -63,6 +74,10 @@ def check_mixers(
         if (name := load_plugin(spec)) in options:
             with gather(problems):
                 check_mixer(spec, options[name], d_model, norm, causal, axes, packs)
+        for channel, cls in CHANNELS.items():
+            if channel in options and cls.__module__ == find_mixer(name).__module__ and not issubclass(cls, Mixer):
+                with gather(problems), torch.random.fork_rng(devices=[]):
+                    _check_channel(f"{spec.rpartition(':')[0]}:{cls.__name__}", cls, options[channel], d_model)
     refuse(problems, "plugins")
 
 
@@ -128,6 +143,49 @@ def check_mixer(
         raise ConfigError([f"mixer {spec!r}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
 
 
+def _check_channel(spec: str, cls: type[Channel], options: Mapping[str, Any], d_model: int) -> None:
+    """Tests that a channel mixer computes each token on its own, as a mixer without a state."""
+
+    class Alone(Mixer):
+        surrogate_gradient = getattr(cls, "surrogate_gradient", False)
+
+        def __init__(self, config: Config, context: LayerContext):
+            super().__init__()
+            self.channel = cls(config, context)
+
+        def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+            return self.channel(x), None
+
+        def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+            return {}
+
+    Alone.__module__ = cls.__module__  # whose file has the lines of its errors
+    config = parse(cls.Config, options)
+    for width, dtype in dict.fromkeys([(min(d_model, WIDTH), torch.float64), (d_model, torch.float32)]):
+        problems: list[str] = []
+        with gather(problems):
+            _each_token(*_mixer_and_tokens(Alone, config, LayerContext(d_model=width), dtype))
+        if not (problems := problems or _problems(Alone, config, LayerContext(d_model=width), dtype, False)):
+            break
+    if problems:
+        raise ConfigError([f"channel mixer {spec!r}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
+
+
+def _each_token(mixer: Mixer, x: Tensor) -> None:
+    """Tests that a channel mixer gives each token [D] the same y among others, in any order, as in a row."""
+    y, _ = _forward(mixer, x)
+    _settled(mixer, x, y)
+    order = torch.randperm(x.shape[0] * x.shape[1])
+    tokens, right = x.flatten(0, 1)[order], y.flatten(0, 1)[order]
+    call = functools.partial(_without_gradients, mixer.channel, tokens.clone())
+    other = _ask(call, type(mixer), "forward(x) of tokens without time, x [B, D],")
+    if not isinstance(other, Tensor) or other.shape != right.shape or _differing(other[None], right[None], y):
+        _refuse(
+            "computes a token from others: tokens in another order and without time, x [B, D], give another y; compute "
+            "each token from itself, or write a Mixer with a state and register it with @register_channel"
+        )
+
+
 def _redrawn(cls: type[Mixer], config: Config, context: LayerContext) -> list[str]:
     """Returns the weights and biases that the constructor sets, and that a model then draws or sets to 0."""
     first: dict[nn.Module, dict[str, Tensor]] = {}
@@ -170,9 +228,7 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
         mixer, x = _mixer_and_tokens(cls, config, context, dtype)
         y, _ = _forward(mixer, x)
         _finite(y)
-        _repeats(mixer, x, y)
-        if _differing(_forward(mixer, x, seed=3)[0], y, y):
-            _refuse("draws random numbers in eval mode; draw them only `if self.training`")
+        _settled(mixer, x, y)
         with gather(problems):
             _gradients(mixer, x[:1, :FEW], lambda tokens: mixer(tokens, None, None)[0])
         _causal(mixer, x, y)
@@ -300,6 +356,13 @@ def _dtypes(cls: type[Mixer], config: Config, context: LayerContext) -> None:
     _, state = _forward(mixer, x[:, :CUT], state, f"forward {what}")
     state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in state.items()}
     _step(mixer, x[:, CUT], state, f"step {what}")
+
+
+def _settled(mixer: Mixer, x: Tensor, y: Tensor) -> None:
+    """Tests that a mixer in eval mode computes the same again, with other random numbers too."""
+    _repeats(mixer, x, y)
+    if _differing(_forward(mixer, x, seed=3)[0], y, y):
+        _refuse("draws random numbers in eval mode; draw them only `if self.training`")
 
 
 def _repeats(mixer: Mixer, x: Tensor, y: Tensor) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from linnet.config import ConfigError
-from linnet.layers import MIXERS
+from linnet.layers import MIXERS, Channel, load_plugin
+from linnet.layers.base import CHANNELS
 from linnet.layers.check import check_mixer, check_mixers
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_mixer.py"
@@ -73,6 +74,17 @@ class Outside(Mixer):
     def state_spec(self, batch, context_length):
         cache = TensorSpec((batch, context_length, self.width), torch.float32, counted=0)
         return {"cache": cache, "position": TensorSpec((batch,), torch.int64)}
+"""
+CHANNEL = """
+@register_channel("own", NoOptions)
+class Own(Channel):
+    def __init__(self, config, context):
+        super().__init__()
+        self.up = nn.Linear(context.d_model, context.d_model)
+
+    def forward(self, x):
+        y = self.up(x)
+        return y.relu()
 """
 ROW_0 = 'state["position"][:1].expand(len(x))'
 CACHES = {
@@ -229,6 +241,7 @@ def outside(tmp_path):
     yield write
     for name in ("outside", "second"):
         MIXERS.pop(name, None)
+    CHANNELS.pop("own", None)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +271,48 @@ def test_a_mistake_is_told_in_a_line_with_the_file_and_the_fix(outside, mistake)
     line, *more = caught.value.problems
     assert bool(more) == (mistake == "starts_elsewhere")  # from where steps go on, too
     assert line.startswith(f"mixer {spec!r}: ") and "\n" not in line and "; " in line
+
+
+def test_a_channel_mixer_in_place_of_a_token_mixer_is_refused(outside, tmp_path):
+    both = outside([])
+    channel = FILE.replace("MIXERS, Mixer", "Channel, register_channel, Mixer") + CHANNEL
+    (tmp_path / "outside.py").write_text(channel)
+    with pytest.raises(ConfigError, match=r"Own is a channel mixer; give .*/outside.py:Outside"):
+        load_plugin(f"{tmp_path}/outside.py:Own")
+    assert load_plugin(both) == "outside"
+    (tmp_path / "alone.py").write_text(channel.replace("@register_mixer", "# "))
+    CHANNELS.pop("own")
+    with pytest.raises(ConfigError, match="Own is a channel mixer; write it into the file of a token mixer"):
+        load_plugin(f"{tmp_path}/alone.py:Own")
+
+
+LOOKS = {  # change of `y` in a channel mixer -> what it does wrong
+    "": "",
+    "y = torch.nn.functional.dropout(y, 0.5, self.training)": "",
+    "y = y - y.mean(1, True)": "computes a token from others",
+    "y = y - self.training * y.mean(1, True)": "not causal in training mode",
+    "y = y + x.roll(1, -2)": "computes a token from others.*@register_channel",
+    "y = y + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]": r"x \[B, D\], raised RuntimeError in line 36",
+    "y = y + torch.randn_like(y)": "random numbers in eval mode",
+    "y = y.detach() * 2 - y": "gradient of x",
+    "y = y @ y": r"RuntimeError in line 36 \(`y = y @ y`\)",
+    "y = y[..., :3]": r"shape \[2, 256, 3\]",
+}
+
+
+@pytest.mark.parametrize("line", LOOKS)
+def test_a_channel_mixer_computes_each_token_from_itself(outside, tmp_path, line):
+    spec = outside([])
+    text = FILE.replace("MIXERS, Mixer", "Channel, register_channel, Mixer") + CHANNEL
+    (tmp_path / "outside.py").write_text(text.replace("return y.relu()", f"{line}\n        return y.relu()"))
+    load_plugin(spec)
+    check_mixers([spec], {"outside": {}}, 16)  # of a layout without it
+    if not LOOKS[line]:
+        check_mixers([spec], {"swiglu": {}, "own": {}}, 16)
+        return
+    with pytest.raises(ConfigError, match=f"channel mixer '.*outside.py:Own': .*{LOOKS[line]}") as caught:
+        check_mixers([spec], {"swiglu": {}, "own": {}}, 16)
+    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize("change", CACHES)
@@ -336,6 +391,15 @@ def test_no_mixer_of_the_package_would_be_refused(outside, name, causal):
     )
     options = {"kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5} if name == "mla" else {}
     check_mixer(spec, options, 32, "layernorm", causal, 1 if causal else 2, packs=True)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, cls in CHANNELS.items() if issubclass(cls, Channel)))
+def test_no_channel_mixer_of_the_package_would_be_refused(outside, tmp_path, name):
+    spec, base = outside([]), f'CHANNELS["{name}"]'
+    own = f'@register_channel("own", {base}.Config)\nclass Own({base}):\n    pass\n'
+    (tmp_path / "outside.py").write_text(FILE.replace("MIXERS, Mixer", "CHANNELS, register_channel, Mixer") + own)
+    load_plugin(spec)
+    check_mixers([spec], {"own": {}}, 32)
 
 
 STARTS = {  # lines of a constructor -> what of it a model draws again
