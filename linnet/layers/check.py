@@ -75,9 +75,13 @@ def check_mixers(
             with gather(problems):
                 check_mixer(spec, options[name], d_model, norm, causal, axes, packs)
         for channel, cls in CHANNELS.items():
-            if channel in options and cls.__module__ == find_mixer(name).__module__ and not issubclass(cls, Mixer):
+            if channel in options and cls.__module__ == find_mixer(name).__module__:
+                what = f"channel mixer '{spec.rpartition(':')[0]}:{cls.__name__}'"
                 with gather(problems), torch.random.fork_rng(devices=[]):
-                    _check_channel(f"{spec.rpartition(':')[0]}:{cls.__name__}", cls, options[channel], d_model)
+                    if issubclass(cls, Mixer):
+                        _check(what, cls, options[channel], d_model, norm, causal, axes, packs)
+                    else:
+                        _check_channel(what, cls, options[channel], d_model)
     refuse(problems, "plugins")
 
 
@@ -110,7 +114,20 @@ def check_mixer(
     Raises:
         ConfigError: one line per problem, with the fix.
     """
-    cls = find_mixer(load_plugin(spec))
+    _check(f"mixer {spec!r}", find_mixer(load_plugin(spec)), options, d_model, norm, causal, axes, packs)
+
+
+def _check(
+    what: str,
+    cls: type[Mixer],
+    options: Mapping[str, Any],
+    d_model: int,
+    norm: str,
+    causal: bool,
+    axes: int,
+    packs: bool,
+) -> None:
+    """Does the work of `check_mixer`; `what` is the class in messages."""
     config = parse(cls.Config, options)
     problems: list[str] = []
     if not issubclass(cls, Mixer):
@@ -133,17 +150,17 @@ def check_mixer(
                         _dtypes(cls, config, context)
                 if names := _redrawn(cls, config, context):
                     warnings.warn(
-                        f"mixer {spec!r}: the values that __init__ gives to {', '.join(names)} are lost: a model draws "
+                        f"{what}: the values that __init__ gives to {', '.join(names)} are lost: a model draws "
                         "the weights of nn.Linear and nn.Embedding and sets their biases to 0; keep first values of "
                         "your own in an nn.Parameter of the mixer, or set starts_zero = True on a layer whose weight "
                         "is to start at zero",
                         stacklevel=2,
                     )
     if problems:
-        raise ConfigError([f"mixer {spec!r}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
+        raise ConfigError([f"{what}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
 
 
-def _check_channel(spec: str, cls: type[Channel], options: Mapping[str, Any], d_model: int) -> None:
+def _check_channel(what: str, cls: type[Channel], options: Mapping[str, Any], d_model: int) -> None:
     """Tests that a channel mixer computes each token on its own, as a mixer without a state."""
 
     class Alone(Mixer):
@@ -168,7 +185,7 @@ def _check_channel(spec: str, cls: type[Channel], options: Mapping[str, Any], d_
         if not (problems := problems or _problems(Alone, config, LayerContext(d_model=width), dtype, False)):
             break
     if problems:
-        raise ConfigError([f"channel mixer {spec!r}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
+        raise ConfigError([f"{what}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
 
 
 def _each_token(mixer: Mixer, x: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Mistakes in a user's file are reported before any work, and a right file passes."""
 
+import contextlib
 import time
 import warnings
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from linnet.config import ConfigError
-from linnet.layers import MIXERS, Channel, load_plugin
+from linnet.layers import MIXERS, load_plugin
 from linnet.layers.base import CHANNELS
 from linnet.layers.check import check_mixer, check_mixers
 
@@ -393,7 +394,21 @@ def test_no_mixer_of_the_package_would_be_refused(outside, name, causal):
     check_mixer(spec, options, 32, "layernorm", causal, 1 if causal else 2, packs=True)
 
 
-@pytest.mark.parametrize("name", sorted(name for name, cls in CHANNELS.items() if issubclass(cls, Channel)))
+@pytest.mark.parametrize("change", ["", "2 * "])
+def test_a_channel_mixer_with_a_state_is_checked_as_a_mixer(outside, tmp_path, change):
+    spec = outside([])
+    own = (
+        FILE.partition("@register_mixer")[2].replace('("outside"', '@register_channel("own"').replace("Outside", "Own")
+    )
+    text = FILE.replace("MIXERS, Mixer", "Mixer, register_channel")
+    (tmp_path / "outside.py").write_text(text + own.replace('state["s"] += x', f'state["s"] += {change}x'))
+    load_plugin(spec)
+    wrong = pytest.raises(ConfigError, match="channel mixer '.*outside.py:Own': step gives another y")
+    with wrong if change else contextlib.nullcontext():
+        check_mixers([spec], {"own": {}}, 16)
+
+
+@pytest.mark.parametrize("name", sorted(CHANNELS))
 def test_no_channel_mixer_of_the_package_would_be_refused(outside, tmp_path, name):
     spec, base = outside([]), f'CHANNELS["{name}"]'
     own = f'@register_channel("own", {base}.Config)\nclass Own({base}):\n    pass\n'
