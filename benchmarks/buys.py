@@ -33,7 +33,7 @@ import timing
 import torch
 import vision_gpu
 
-from linnet.inference.engine import lower_precision
+from linnet.layers.base import lower_precision
 from linnet.models import build_model, get_recipe
 from linnet.models.recipes.mad import fit_length, mad_model
 from linnet.ops import backend

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linnet import ops
 from linnet.inference.decoding import add_pending, prepare_steps
-from linnet.inference.engine import lower_precision
+from linnet.layers.base import lower_precision
 from linnet.models import build_model, family
 from linnet.ops.attention import causal_attention
 

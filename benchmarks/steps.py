@@ -37,8 +37,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from linnet.inference.decoding import prepare_steps
-from linnet.inference.engine import lower_precision
-from linnet.layers.base import layers_of
+from linnet.layers.base import layers_of, lower_precision
 from linnet.layers.block import defer_sums
 from linnet.models import build_model
 from linnet.ops import projections

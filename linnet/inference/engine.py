@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from linnet.config import ConfigError, checking, parse, refuse, unknown
 from linnet.data import Tokenizer
@@ -37,6 +36,7 @@ from linnet.inference.decoding import (
 from linnet.inference.prefix import Cut, Prefix, PrefixCache, covered, cuts, load_prefix, weights_digest
 from linnet.inference.request import CONTEXT, Completion, Piece, Request
 from linnet.inference.sampling import DRAWING, Sampling
+from linnet.layers.base import lower_precision
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import UNBOUNDED_CONTEXT
 from linnet.models.causal_lm import CacheLengths, merge
@@ -539,19 +539,6 @@ def _raise_error(piece: Piece) -> None:
 
 def _copy(states: ModelState) -> ModelState:
     return {layer: {name: x.clone() for name, x in state.items()} for layer, state in states.items()}
-
-
-def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters of a model to `dtype`, except those that a layer names in its attribute `full_precision`.
-
-    Products of frequencies with positions, and of decay rates with lengths, need float32 in long contexts. Buffers
-    with fixed tables of these keep their dtype too.
-    """
-    for module in model.modules():
-        kept = getattr(module, "full_precision", ())
-        for name, parameter in module.named_parameters(recurse=False):
-            if name not in kept and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
 
 
 NOTHING = np.zeros(0, np.int64)

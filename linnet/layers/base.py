@@ -382,6 +382,19 @@ def layers_of(model: nn.Module) -> list[Layer]:
     return [layer for layer in model.modules() if isinstance(layer, Layer)]
 
 
+def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters of a model to `dtype`, except those that a layer names in its attribute `full_precision`.
+
+    Products of frequencies with positions, and of decay rates with lengths, need float32 in long contexts. Buffers
+    with fixed tables of these keep their dtype too.
+    """
+    for module in model.modules():
+        kept = getattr(module, "full_precision", ())
+        for name, parameter in module.named_parameters(recurse=False):
+            if name not in kept and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+
+
 def auxiliary_layers(model: nn.Module) -> list[Layer]:
     """Returns the layers of a model that define an `auxiliary_loss`."""
     return [x for x in layers_of(model) if type(x).auxiliary_loss is not Layer.auxiliary_loss]

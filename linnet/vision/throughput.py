@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from linnet.config import ConfigError, parse
 from linnet.inference.benchmark import synchronize
-from linnet.inference.engine import lower_precision
+from linnet.layers.base import lower_precision
 from linnet.ops.capture import WARM_UP, Captured
 from linnet.provenance import installed_version
 from linnet.train import recompute

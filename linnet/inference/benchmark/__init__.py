@@ -33,8 +33,8 @@ from linnet.inference.decoding import (
     prepare_steps,
     saved_bytes,
 )
-from linnet.inference.engine import lower_precision
 from linnet.install import install_command
+from linnet.layers.base import lower_precision
 from linnet.models import CausalLM, ModelConfig, ModelState
 from linnet.provenance import installed_version
 
