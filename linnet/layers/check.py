@@ -27,6 +27,7 @@ from linnet.layers.base import (
     find_mixer,
     line_of,
     load_plugin,
+    lower_precision,
 )
 from linnet.layers.non_causal import mix_all
 from linnet.layers.positions import Grid
@@ -148,6 +149,12 @@ def _check(
                 if causal:
                     with gather(problems):
                         _dtypes(cls, config, context)
+                if causal and not problems and (problem := _bfloat16(cls, config, context)):
+                    warnings.warn(
+                        f"{what}: in bfloat16, in which a GPU serves by default, {problem}; or run generate and "
+                        "serve with --dtype float32",
+                        stacklevel=2,
+                    )
                 if names := _redrawn(cls, config, context):
                     warnings.warn(
                         f"{what}: the values that __init__ gives to {', '.join(names)} are lost: a model draws "
@@ -373,6 +380,27 @@ def _dtypes(cls: type[Mixer], config: Config, context: LayerContext) -> None:
     _, state = _forward(mixer, x[:, :CUT], state, f"forward {what}")
     state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in state.items()}
     _step(mixer, x[:, CUT], state, f"step {what}")
+
+
+def _bfloat16(cls: type[Mixer], config: Config, context: LayerContext) -> str | None:
+    """Returns why a layer does not compute in bfloat16, with a state in the dtypes of `state_spec`; None if it does."""
+    mixer, x = _mixer_and_tokens(cls, config, context, torch.float32)
+    for module in (mixer, *context.shared.values()):
+        lower_precision(module, torch.bfloat16)
+    x = x.bfloat16()
+    try:
+        decodes = _has_step(cls) and not mixer.nominal_state
+        state = _state(mixer, None) if decodes else None
+        y, after = _forward(mixer, x[:, :CUT], state)
+        if y.dtype == x.dtype and state is not None:
+            after = {name: tensor.to(state[name].dtype) for name, tensor in after.items()}
+            y, _ = _step(mixer, x[:, CUT], after) or (y, None)
+        if y.dtype != x.dtype:
+            of = "step" if y.ndim == 2 else "forward"
+            _refuse(f"{of} gave y in {str(y.dtype).removeprefix('torch.')} for x in bfloat16; return y.to(x.dtype)")
+    except ConfigError as error:
+        return error.problems[0]
+    return None
 
 
 def _settled(mixer: Mixer, x: Tensor, y: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Mistakes in a user's file are reported before any work, and a right file passes."""
 
 import contextlib
+import re
 import time
 import warnings
 from pathlib import Path
@@ -274,6 +275,31 @@ def test_a_mistake_is_told_in_a_line_with_the_file_and_the_fix(outside, mistake)
     assert line.startswith(f"mixer {spec!r}: ") and "\n" not in line and "; " in line
 
 
+NARROW = [(STATE, STATE + ".to(x)", ""), ('self.out(state["s"])', 'self.out(state["s"].to(x))', "")]
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ([], r"forward.* raised RuntimeError in line \d+"),
+        (NARROW[:1], r"step.* raised RuntimeError in line \d+"),
+        (NARROW, ""),
+        (
+            [*NARROW, ("self.out(s),", "self.out(s).to(torch.promote_types(x.dtype, torch.float32)),", "")],
+            "forward gave y",
+        ),
+    ],
+)
+def test_a_mixer_that_does_not_compute_in_bfloat16_is_warned_about(outside, changes, told):
+    """A GPU serves with weights in bfloat16, and with states in the dtypes of `state_spec`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_mixer(outside(changes), {}, 16)
+    found = [str(warning.message) for warning in caught if "bfloat16" in str(warning.message)]
+    assert len(found) == bool(told)
+    assert all(re.search(f"in bfloat16, .*{told}.*--dtype float32", message) for message in found)
+
+
 def test_a_channel_mixer_in_place_of_a_token_mixer_is_refused(outside, tmp_path):
     both = outside([])
     channel = FILE.replace("MIXERS, Mixer", "Channel, register_channel, Mixer") + CHANNEL
@@ -391,7 +417,9 @@ def test_no_mixer_of_the_package_would_be_refused(outside, name, causal):
         f"class Outside({base}):\n    pass\n"
     )
     options = {"kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5} if name == "mla" else {}
-    check_mixer(spec, options, 32, "layernorm", causal, 1 if causal else 2, packs=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*bfloat16")
+        check_mixer(spec, options, 32, "layernorm", causal, 1 if causal else 2, packs=True)
 
 
 @pytest.mark.parametrize("change", ["", "2 * "])
