@@ -79,7 +79,7 @@ class Tiny(Mixer):
     def step(self, x: Tensor, state):
         """One token, x [B, D]: the recurrence itself."""
         q, k, v = self._project(x)  # [B, H, K] each
-        gamma = self.log_gamma.to(x.dtype).exp()[:, None, None]
+        gamma = self.log_gamma.to(q.dtype).exp()[:, None, None]
         S = gamma * state["S"] + k[..., :, None] * v[..., None, :]
         return self._read(torch.einsum("bhk,bhkv->bhv", q, S)), {"S": S}
 
@@ -88,10 +88,12 @@ class Tiny(Mixer):
         return {"S": TensorSpec((batch, self.heads, self.width, self.width))}
 
     def _project(self, x: Tensor):
-        return self.qkv(x).unflatten(-1, (3 * self.heads, self.width)).chunk(3, dim=-2)
+        qkv = self.qkv(x).to(torch.promote_types(x.dtype, torch.float32))  # as the state, if x is bfloat16
+        return qkv.unflatten(-1, (3 * self.heads, self.width)).chunk(3, dim=-2)
 
     def _read(self, o: Tensor) -> Tensor:
-        return self.out(nn.functional.rms_norm(o / self.width**0.5, (self.width,), eps=1e-6).flatten(-2))
+        o = nn.functional.rms_norm(o / self.width**0.5, (self.width,), eps=1e-6).flatten(-2)
+        return self.out(o.to(self.out.weight.dtype))
 
 
 # 2. A model. A layout says which layers stand in which order: here two blocks of this mixer and a SwiGLU.

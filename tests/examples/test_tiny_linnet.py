@@ -1,6 +1,7 @@
 """The one-file example: its two forms agree, documents do not see each other, and it ends in a law."""
 
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ def example():
 
 def test_the_chunked_form_is_the_recurrence(example):
     assert example.check_forms(width=8) < 1e-12
-    check_mixers([f"{FILE}:Tiny"], {"tiny": {}}, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_mixers([f"{FILE}:Tiny"], {"tiny": {}}, 16)
 
 
 def test_a_state_carries_over_and_documents_do_not_mix(example):
