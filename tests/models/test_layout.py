@@ -186,3 +186,8 @@ def test_a_recipe_under_a_name_of_the_field_is_found():
     for name, meant in (("gated_deltanet-1b", "gdn-1b"), ("mamba-2-130m", "mamba2-130m"), ("rwkv-10m", "rwkv7-10m")):
         assert f"did you mean {meant!r}?" in unknown_recipe(name)
     assert "short_conv" not in unknown_recipe("lfm2-9b")  # recipes of that name exist
+
+
+def test_an_unknown_mixer_may_be_of_a_file_of_your_own():
+    with pytest.raises(LayoutError, match=r"'zzzzzz' is unknown.*--mixer.*`plugins`.*linnet\.layers\.load_plugin"):
+        parse_layout("zzzzzz+swiglu x2")
