@@ -560,14 +560,14 @@ def _step(mixer: Mixer, x: Tensor, state: State, what: str = "step(x, state)") -
     """Returns y [B, D] of one token and the state after it; None for a mixer that has no step or says so."""
     if not _has_step(type(mixer)):
         return None
-    step = functools.partial(_without_gradients, mixer.step, given := x.clone(), state)
+    step = functools.partial(_without_gradients, mixer.step, tokens := x.clone(), state)
     try:
         out = _ask(step, type(mixer), what)
     except ConfigError as error:
         if isinstance(error.__cause__, NotImplementedError):
             return None
         raise
-    _untouched(given, x, "step")
+    _untouched(tokens, x, "step")
     return _pair(out, x, "step")
 
 
@@ -663,14 +663,14 @@ def _forward(
 ):
     """Returns y and the state after the last token, called as a block calls the mixer."""
     _seed(seed)
-    given = x.clone()
-    out = _ask(lambda: _without_gradients(mixer, given, state, cu_seqlens), type(mixer), what)
-    _untouched(given, x, "forward")
+    tokens = x.clone()
+    out = _ask(lambda: _without_gradients(mixer, tokens, state, cu_seqlens), type(mixer), what)
+    _untouched(tokens, x, "forward")
     return _pair(out, x, "forward")
 
 
-def _untouched(given: Tensor, x: Tensor, of: str) -> None:
-    if not x.is_meta and not torch.equal(given, x):
+def _untouched(after: Tensor, x: Tensor, of: str) -> None:
+    if not x.is_meta and not torch.equal(after, x):
         _refuse(f"{of} writes into x, which other layers may read; make a new tensor, such as x = x * 2 for x.mul_(2)")
 
 
