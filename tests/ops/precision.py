@@ -56,3 +56,9 @@ def assert_near(
     errors = [relative_error(a, e, least) for a, e in pairs]
     allowed = [tolerance or TOLERANCE[a.dtype] for a, _ in pairs]
     assert all(error <= most for error, most in zip(errors, allowed, strict=True)), errors
+
+
+def assert_same(actual: Iterable[Tensor], expected: Iterable[Tensor], tolerance: float = 1e-10) -> None:
+    """Every element within `tolerance`, relative or absolute: for results in float64."""
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, check_dtype=False)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from precision import assert_near
+from registered import permuted
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.ops import backend
@@ -208,15 +209,6 @@ def test_any_strides():
         *arguments, None, *other["initial_state"], None, 0.7, True, "none", *outputs[1:], *map(permuted, outputs)
     )
     assert all(x.is_contiguous() for x in grads)
-
-
-def permuted(x):
-    """x with its last axis outermost in memory."""
-    if isinstance(x, tuple):
-        return tuple(permuted(y) for y in x)
-    if not isinstance(x, torch.Tensor) or x.ndim < 2:
-        return x
-    return x.detach().movedim(-1, 0).contiguous().movedim(0, -1).requires_grad_()
 
 
 def test_operator_registration():

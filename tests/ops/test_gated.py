@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from precision import TOLERANCE, assert_near
+from precision import TOLERANCE, assert_near, assert_same
 
 from linnet.ops import chunks, debug, gated_linear_attention, gated_step, lightning_attention, use_backend
 
@@ -49,11 +49,6 @@ def everything(call, form="chunked"):
         results = gated_linear_attention(**call, output_final_state=True)
     leaves = [x for x in call.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     return [*results, *torch.autograd.grad(loss_of(results), leaves)]
-
-
-def assert_same(actual, expected, tolerance=1e-10):
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, check_dtype=False)
 
 
 @settings(max_examples=25, deadline=None)

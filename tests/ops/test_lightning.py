@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from precision import TOLERANCE, assert_near
+from precision import TOLERANCE, assert_near, assert_same
 
 from linnet.ops import chunks, debug, lightning_attention, lightning_step, use_backend
 
@@ -41,11 +41,6 @@ def everything(call, form="chunked"):
     loss = sum((x.double() * w).sum() for x, w in zip(results, weights, strict=True))
     leaves = [x for x in call.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     return [*results, *torch.autograd.grad(loss, leaves)]
-
-
-def assert_same(actual, expected, tolerance=1e-10):
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, check_dtype=False)
 
 
 @settings(max_examples=25, deadline=None)

@@ -4,7 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from precision import assert_near
+from precision import assert_near, assert_same
+from registered import (
+    check_compiled,
+    check_vmap,
+    check_vmap_of_backward,
+    leaves,
+    permuted,
+    share_documents,
+    with_gradients,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.ops import backend
@@ -38,20 +47,8 @@ def run(call, form="chunked"):
         return diagonal_scan(**call, output_final_state=True)
 
 
-def leaves(call):
-    return [x for x in call.values() if x.requires_grad]
-
-
 def everything(call, form="chunked"):
-    outputs = run(call, form)
-    generator = torch.Generator().manual_seed(7)
-    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
-    return [*outputs, *torch.autograd.grad(loss, leaves(call))]
-
-
-def assert_same(actual, expected, tolerance=1e-10):
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, check_dtype=False)
+    return with_gradients(run(call, form), call)
 
 
 @settings(max_examples=30, deadline=None)
@@ -137,15 +134,6 @@ def test_any_strides(theta):
     assert all(x.is_contiguous() for x in grads)
 
 
-def permuted(x):
-    """x with its last axis outermost in memory."""
-    if isinstance(x, tuple):
-        return tuple(permuted(y) for y in x)
-    if not isinstance(x, torch.Tensor) or x.ndim < 2:
-        return x
-    return x.detach().movedim(-1, 0).contiguous().movedim(0, -1).requires_grad_()
-
-
 def test_operator_registration():
     call = make(B=1, T=9, theta=True, state=True, documents=[0, 4, 9])
     torch.library.opcheck(torch.ops.linnet.scan.default, tuple(call.values()))
@@ -155,12 +143,7 @@ def test_operator_registration():
 
 def test_compiles_whole_and_gives_the_same():
     call = make(B=1, T=40, theta=True, state=True, documents=[0, 15, 40])
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(call)
-    assert_same(compiled, run(call))
-    grads = [
-        torch.autograd.grad(sum(x.sin().sum() for x in outputs), leaves(call)) for outputs in (compiled, run(call))
-    ]
-    assert_same(*grads)
+    check_compiled(run, call)
 
 
 @pytest.mark.parametrize("theta", [False, True])
@@ -171,42 +154,16 @@ def test_vmap_equals_one_model_at_a_time(theta, shared):
     dims = dict.fromkeys(call, 0)
     if shared in call:
         call[shared], dims[shared] = call[shared][0], None
-    if shared == "documents":
-        call["cu_seqlens"], dims["cu_seqlens"] = torch.tensor([0, 11], dtype=torch.int32), None
-    elif shared == "documents apart":
-        del call["initial_state"], dims["initial_state"]
-        call["cu_seqlens"] = torch.tensor([[0, 4, 11], [0, 1, 11], [0, 0, 11]], dtype=torch.int32)
-        dims["cu_seqlens"] = 0
+    share_documents(call, dims, shared)
     call["x"], dims["x"] = call["x"].movedim(0, 1), 1
-    names, in_dims = list(call), tuple(dims.values())
-    tensors = [x.requires_grad_(x.is_floating_point()) for x in call.values()]
-
-    def function(*tensors):
-        return run(dict(zip(names, tensors, strict=True)))
-
-    def grads(outputs):
-        return torch.autograd.grad(sum((x + 1).sin().sum() for x in outputs), [x for x in tensors if x.requires_grad])
-
-    together = torch.vmap(function, in_dims)(*tensors)
-    apart = [
-        function(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims, strict=True)))
-        for i in range(3)
-    ]
-    apart = [torch.stack(parts) for parts in zip(*apart, strict=True)]
-    assert_same(together, apart)
-    assert_same(grads(together), grads(apart))
+    check_vmap(run, call, dims)
 
 
 @pytest.mark.parametrize("theta", [False, True])
 @pytest.mark.parametrize("documents", [None, [0, 4, 9]])
 def test_vmap_of_the_backward(theta, documents):
     call = make(B=1, T=9, theta=theta, state=True, documents=documents)
-    outputs = run(call)
-    cotangents = [torch.randn(3, *x.shape, dtype=x.dtype) for x in outputs]
-    together = torch.autograd.grad(outputs, leaves(call), cotangents, is_grads_batched=True, retain_graph=True)
-    for i in range(3):
-        alone = torch.autograd.grad(outputs, leaves(call), [x[i] for x in cotangents], retain_graph=True)
-        assert_same([x[i] for x in together], alone)
+    check_vmap_of_backward(run, call)
 
 
 def test_flops_are_counted_on_the_meta_device():

@@ -4,8 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from precision import assert_near
-from registered import check_op
+from precision import assert_near, assert_same
+from registered import (
+    check_compiled,
+    check_op,
+    check_vmap,
+    check_vmap_of_backward,
+    permuted,
+    share_documents,
+    with_gradients,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -43,20 +51,8 @@ def run(call, form="chunked"):
         return selective_scan(**call, output_final_state=True)
 
 
-def leaves(call):
-    return [x for x in call.values() if x is not None and x.requires_grad]
-
-
 def everything(call, form="chunked"):
-    outputs = run(call, form)
-    generator = torch.Generator().manual_seed(7)
-    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
-    return [*outputs, *torch.autograd.grad(loss, leaves(call))]
-
-
-def assert_same(actual, expected, tolerance=1e-10):
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, check_dtype=False)
+    return with_gradients(run(call, form), call)
 
 
 def use_chunks_of(patch, tokens):
@@ -134,13 +130,6 @@ def test_gradcheck():
         )
 
 
-def permuted(x):
-    """x with its last axis outermost in memory."""
-    if x is None or x.ndim < 2:
-        return x
-    return x.detach().movedim(-1, 0).contiguous().movedim(0, -1).requires_grad_()
-
-
 def test_any_strides():
     call = make(T=9, state=True)
     other = {name: permuted(x) for name, x in call.items()}
@@ -176,12 +165,7 @@ def test_operator_registration(models):
 
 def test_compiles_whole_and_gives_the_same():
     call = make(1, 40, state=True, documents=[0, 15, 40])
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(call)
-    assert_same(compiled, run(call))
-    grads = [
-        torch.autograd.grad(sum(x.sin().sum() for x in outputs), leaves(call)) for outputs in (compiled, run(call))
-    ]
-    assert_same(*grads)
+    check_compiled(run, call)
 
 
 @pytest.mark.parametrize("shared", ["nothing", "A and D", "B", "no skip", "softplus", "documents", "documents apart"])
@@ -193,39 +177,14 @@ def test_vmap_equals_one_model_at_a_time(shared):
         call[name], dims[name] = call[name][..., 0], None
     if shared == "no skip":
         del call["D"], dims["D"]
-    elif shared == "documents":
-        call["cu_seqlens"], dims["cu_seqlens"] = torch.tensor([0, 11], dtype=torch.int32), None
-    elif shared == "documents apart":
-        offsets = torch.tensor([[0, 4, 11], [0, 1, 11], [0, 0, 11]], dtype=torch.int32)
-        call["cu_seqlens"], dims["cu_seqlens"] = offsets, 0
-    names, in_dims = list(call), tuple(dims.values())
-    tensors = [x.requires_grad_(x.is_floating_point()) for x in call.values()]
-
-    def function(*tensors):
-        return run(dict(zip(names, tensors, strict=True)))
-
-    def grads(outputs):
-        return torch.autograd.grad(sum((x + 1).sin().sum() for x in outputs), [x for x in tensors if x.requires_grad])
-
-    together = torch.vmap(function, in_dims)(*tensors)
-    apart = [
-        function(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims, strict=True)))
-        for i in range(3)
-    ]
-    apart = [torch.stack(parts) for parts in zip(*apart, strict=True)]
-    assert_same(together, apart)
-    assert_same(grads(together), grads(apart))
+    share_documents(call, dims, shared)
+    check_vmap(run, call, dims)
 
 
 @pytest.mark.parametrize("documents", [None, [0, 4, 9]])
 def test_vmap_of_the_backward(documents):
     call = make(1, 9, state=True, documents=documents)
-    outputs = run(call)
-    cotangents = [torch.randn(3, *x.shape, dtype=x.dtype) for x in outputs]
-    together = torch.autograd.grad(outputs, leaves(call), cotangents, is_grads_batched=True, retain_graph=True)
-    for i in range(3):
-        alone = torch.autograd.grad(outputs, leaves(call), [x[i] for x in cotangents], retain_graph=True)
-        assert_same([x[i] for x in together], alone)
+    check_vmap_of_backward(run, call)
 
 
 def test_flops_are_counted_on_the_meta_device():
