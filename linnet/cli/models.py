@@ -2,6 +2,8 @@
 
 import fnmatch
 import json
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -134,17 +136,11 @@ def _print_images(rows: list[dict]) -> None:
         "millions; paper: those that are printed; GFLOPs of a forward pass per image, 2 per multiply-add; top-1: "
         "published accuracy in percent on ImageNet, not measured here."
     )
-    names = ("#L", "#d", "#h", "#g", "#image", "#T", "#params", "#paper", "#GFLOPs", "#top-1")
-    style = RULED | {"padding": 0, "caption": caption, "caption_justify": "left"}  # eleven columns in 80 characters
-    table = make_table("~model", *names, no_wrap=True, style=style)
-    kind = None
-    for row in rows:
-        if kind not in (None, row["kind"]):
-            table.add_section()
-        kind, published = row["kind"], PUBLISHED.get(row["name"])
-        table.add_row(
-            row["name"],
-            *_shape(row),
+    names = ("#image", "#T", "#params", "#paper", "#GFLOPs", "#top-1")
+
+    def cells(row: dict) -> tuple[str, ...]:
+        published = PUBLISHED.get(row["name"])
+        return (
             f"{row['image_size']}/{row['patch']}",
             str(row["tokens"]),
             f"{row['params_total'] / 1e6:.2f}",
@@ -152,7 +148,8 @@ def _print_images(rows: list[dict]) -> None:
             _number(row["flops_forward"] / 1e9),
             "-" if published is None or published.top1 is None else f"{published.top1:.1f}",
         )
-    Console().print(table)
+
+    _print_groups(rows, lambda row: row["kind"], names, cells, caption, padding=0)  # eleven columns in 80 characters
 
 
 def _print_table(rows: list[dict], context: int) -> None:
@@ -164,27 +161,32 @@ def _print_table(rows: list[dict], context: int) -> None:
         "recurrent states in float32, keys and values in bfloat16 (float32 on a CPU: twice as much).\n"
         "Sizes in names are nominal: the papers' count the embeddings, -10m is about 5 million."
     )
-    names = ("#L", "#d", "#h", "#g", "#params M", "#paper", "#exact", "#state")
-    style = RULED | {"padding": (0, 1, 0, 0), "caption": caption, "caption_justify": "left"}
-    table = make_table("~model", *names, no_wrap=True, style=style)
-    family = None
-    for row in rows:
-        if family not in (None, row["name"].partition("-")[0]):
-            table.add_section()
-        family = row["name"].partition("-")[0]
-        table.add_row(
-            row["name"],
-            *_shape(row),
-            _number(row["params_non_embedding"] / 1e6),
-            _number(row["pflops_per_step"]),
-            _number(row["pflops_per_step_exact"]),
-            units.size(row["state_bytes"]),
-        )
+    names = ("#params M", "#paper", "#exact", "#state")
+
+    def cells(row: dict) -> list[str]:
+        numbers = (row["params_non_embedding"] / 1e6, row["pflops_per_step"], row["pflops_per_step_exact"])
+        return [*map(_number, numbers), units.size(row["state_bytes"])]
+
+    _print_groups(rows, lambda row: row["name"].partition("-")[0], names, cells, caption, padding=(0, 1, 0, 0))
+
+
+def _print_groups(
+    rows: list[dict],
+    group_of: Callable[[dict], str],
+    names: Iterable[str],
+    cells_of: Callable[[dict], Iterable[str]],
+    caption: str,
+    padding: int | tuple[int, ...],
+) -> None:
+    """Prints the names and shapes of models and further cells, with a line between groups of neighbouring rows."""
+    style = RULED | {"padding": padding, "caption": caption, "caption_justify": "left"}
+    table = make_table("~model", "#L", "#d", "#h", "#g", *names, no_wrap=True, style=style)
+    for _, group in groupby(rows, group_of):
+        for row in group:
+            shape = (row[key] for key in ("num_layers", "d_model", "num_heads", "glu_width"))
+            table.add_row(row["name"], *("-" if size is None else str(size) for size in shape), *cells_of(row))
+        table.add_section()
     Console().print(table)
-
-
-def _shape(row: dict) -> list[str]:
-    return ["-" if row[key] is None else str(row[key]) for key in ("num_layers", "d_model", "num_heads", "glu_width")]
 
 
 def _number(value: float) -> str:
