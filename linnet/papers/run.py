@@ -15,7 +15,7 @@ There is no other state: running again does what is missing and writes the same 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,22 +74,15 @@ def _run(work: Work, console: Console) -> dict[str, Any]:
     return result
 
 
-@contextlib.contextmanager
-def _one_thread(verb: str) -> Iterator[None]:
+def _one_thread(verb: str) -> contextlib.AbstractContextManager:
     """Limits torch to one CPU thread, so that calls with other seeds can run side by side.
 
     The models of reduced forms are too small for more threads. `bench` keeps all of them, as `linnet bench` does, and
     so does a user who sets OMP_NUM_THREADS.
     """
-    import torch
+    from linnet.train.device import use_threads
 
-    before = torch.get_num_threads()
-    if verb != "bench" and provenance.chosen_threads() is None and not gpus():
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return use_threads(None if verb == "bench" or provenance.chosen_threads() is not None or gpus() else 1)
 
 
 def _last_line(error: Exception) -> str:

@@ -73,17 +73,23 @@ def capacity(device: torch.device) -> int | None:
 _WORK = 1 << 25  # FLOPs of a matrix product that are worth a thread: about a millisecond of one core
 
 
-@contextlib.contextmanager
-def threads(device: torch.device, width: int, tokens: int) -> Iterator[None]:
+def threads(device: torch.device, width: int, tokens: int) -> contextlib.AbstractContextManager:
     """Limits the CPU threads of PyTorch to one per `_WORK` of a product of [tokens, width] and [width, width].
 
     Threads wait for each other after every operation. If one of them has no core for a moment, because other processes
     use it, an operation of microseconds takes milliseconds. On a GPU, or if the user chose OMP_NUM_THREADS or
     `executor.threads`, nothing changes.
     """
+    if device.type != "cpu" or provenance.chosen_threads() is not None:
+        return use_threads(None)
+    return use_threads(max(1, min(torch.get_num_threads(), 2 * tokens * width**2 // _WORK)))
+
+
+@contextlib.contextmanager
+def use_threads(count: int | None) -> Iterator[None]:
+    """Lets PyTorch use `count` CPU threads, None as many as now, and the number of before afterwards."""
     before = torch.get_num_threads()
-    if device.type == "cpu" and provenance.chosen_threads() is None:
-        torch.set_num_threads(max(1, min(before, 2 * tokens * width**2 // _WORK)))
+    torch.set_num_threads(before if count is None else count)
     try:
         yield
     finally:

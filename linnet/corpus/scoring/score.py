@@ -4,7 +4,6 @@ A model predicts its own training text too well. With two models, each document 
 trained on the other half (`half_of`). Documents under `SHORT` bytes are too noisy to be scored; they are kept.
 """
 
-import contextlib
 import functools
 import hashlib
 import heapq
@@ -30,6 +29,7 @@ from linnet.inference.prefix import weights_digest
 from linnet.models import CausalLM
 from linnet.runs import RunFolder
 from linnet.runs.model import TEXT, load_checkpoint, read_config, read_tokenizer
+from linnet.train.device import use_threads
 
 NATS = "nats_per_byte"  # keys of the scores in `Document.extra`
 LETTERS = "nats_per_letter"
@@ -198,29 +198,18 @@ class Scorer:
         first, most = first_token(self.tokenizer), min(self.window or LONG, LONG)
         nats = np.zeros(len(texts))
         short = [i for i, ids in enumerate(tokens) if 0 < len(ids) <= most]
-        with one_thread():
-            with checking("model", lambda problem: f"{self.path}: {problem}"):
-                likelihoods = log_likelihoods(self.model, [([first], tokens[i]) for i in short])
-                nats[short] = [-likelihood.nats for likelihood in likelihoods]
-                for i in (i for i, ids in enumerate(tokens) if len(ids) > most):
-                    document = ScoredText("a document", np.concatenate([[first], tokens[i]]), 0, sizes[i])
-                    window = {} if self.window is None else {"method": "windowed", "window": self.window}
-                    nats[i] = score_text(self.model, [document], **window).documents[0].nats
+        # One thread, because sums of several threads are rounded in another order.
+        with use_threads(1), checking("model", lambda problem: f"{self.path}: {problem}"):
+            likelihoods = log_likelihoods(self.model, [([first], tokens[i]) for i in short])
+            nats[short] = [-likelihood.nats for likelihood in likelihoods]
+            for i in (i for i, ids in enumerate(tokens) if len(ids) > most):
+                document = ScoredText("a document", np.concatenate([[first], tokens[i]]), 0, sizes[i])
+                window = {} if self.window is None else {"method": "windowed", "window": self.window}
+                nats[i] = score_text(self.model, [document], **window).documents[0].nats
         return [round(float(total) / size, DIGITS) for total, size in zip(nats, sizes, strict=True)]
 
 
 _scorer = functools.lru_cache(maxsize=2)(Scorer)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Lets PyTorch use one thread on the CPU, because sums of several threads are rounded in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
