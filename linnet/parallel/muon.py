@@ -116,10 +116,7 @@ class Muon(torch.optim.Optimizer):
         update = compat_torch.orthogonalize(
             whole, compat_torch.MUON_COEFFICIENTS, compat_torch.MUON_STEPS, compat_torch.MUON_EPSILON
         )
-        if batch[0].tp_dim is None:
-            parts = [update] * self._tp
-        else:
-            parts = update.chunk(self._tp, batch[0].tp_dim)
+        parts = [update] * self._tp if batch[0].tp_dim is None else update.chunk(self._tp, batch[0].tp_dim)
         cut = torch.zeros_like(slices)
         for part, place in zip(parts, cut, strict=True):
             place[:rows] = part

@@ -35,6 +35,7 @@ from linnet.inference.decoding import (
 )
 from linnet.install import install_command
 from linnet.layers.base import lower_precision
+from linnet.layers.channels.glu import default_inner
 from linnet.models import CausalLM, ModelConfig, ModelState
 from linnet.provenance import installed_version
 
@@ -300,13 +301,15 @@ class _Clock:
 
 
 class _Generator:
-    """A model that generates greedily through transformers' `generate`."""
+    """A model with random weights that generates greedily through transformers' `generate`."""
 
-    name: str
-    device: torch.device
-    weight_bytes: int
-    _model: Any
     _cache: dict[str, str] = {}  # cache arguments for `generate`
+
+    def __init__(self, name: str, model: str, model_class: type, settings: Any, device: str, dtype: torch.dtype):
+        self.name, self.model, self.device = name, model, torch.device(device)
+        self.vocab_size = settings.vocab_size
+        self._model = _build(model_class, settings, device, dtype)
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in set(self._model.parameters()))
 
     def carried_bytes(self, context: int) -> int:
         raise NotImplementedError
@@ -370,12 +373,10 @@ class TransformersLlama(_Generator):
         attention, swiglu = config.options.get("attention"), config.options.get("swiglu")
         if {(block.mixer, block.alias) for block in config.blocks} != {("attention", "")} or swiglu is None:
             raise ConfigError([f"peers: {model} is not a Llama; use llama-410m or another size of it"], "bench")
-        self.name, self.model, self.device = name, model, torch.device(device)
-        self.vocab_size = config.vocab_size
         settings = transformers.LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.d_model,
-            intermediate_size=_inner(swiglu, config),
+            intermediate_size=swiglu["inner"] or default_inner(config.d_model),
             num_hidden_layers=config.num_layers,
             num_attention_heads=attention["num_heads"],
             num_key_value_heads=attention["num_kv_heads"] or attention["num_heads"],
@@ -385,9 +386,8 @@ class TransformersLlama(_Generator):
         )
         self._kv_bytes = 2 * settings.num_hidden_layers * settings.num_key_value_heads * dtype.itemsize
         self._kv_bytes *= settings.hidden_size // settings.num_attention_heads
-        self._model = _build(transformers.LlamaForCausalLM, settings, device, dtype)
         self._cache = {"cache_implementation": "static"} if name == "transformers-static" else {}
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in set(self._model.parameters()))
+        super().__init__(name, model, transformers.LlamaForCausalLM, settings, device, dtype)
 
     def carried_bytes(self, context: int) -> int:
         return self._kv_bytes * context
@@ -418,30 +418,23 @@ class FlaHGRN2(_Generator):
         mixer, sglu = config.options.get("hgrn2"), config.options.get("sglu")
         if {(block.mixer, block.alias) for block in config.blocks} != {("hgrn2", "")} or sglu is None:
             raise ConfigError([f"peers: {model} is not an HGRN2; use hgrn2-410m or another size of it"], "bench")
-        self.name, self.model, self.device = name, model, torch.device(device)
-        self.vocab_size = config.vocab_size
         settings = HGRN2Config(
             vocab_size=config.vocab_size,
             hidden_size=config.d_model,
-            intermediate_size=_inner(sglu, config),
+            intermediate_size=sglu["inner"] or default_inner(config.d_model),
             num_hidden_layers=config.num_layers,
             expand_ratio=config.d_model // mixer["num_heads"],
             max_position_embeddings=1 << 20,
             tie_word_embeddings=config.tie_embeddings,
         )
-        self._model = _build(HGRN2ForCausalLM, settings, device, dtype)
         self._state_bytes = 4 * config.num_layers * config.d_model * config.d_model // mixer["num_heads"]
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in set(self._model.parameters()))
+        super().__init__(name, model, HGRN2ForCausalLM, settings, device, dtype)
 
     def carried_bytes(self, context: int) -> int:
         return self._state_bytes
 
     def moved_bytes(self, batch: int, context: int) -> int:
         return self.weight_bytes + 2 * batch * self._state_bytes  # each state is read and written
-
-
-def _inner(channel: dict, config: ModelConfig) -> int:
-    return channel["inner"] or -(-8 * config.d_model // 24) * 8
 
 
 def _build(model_class: type, settings: object, device: str, dtype: torch.dtype):

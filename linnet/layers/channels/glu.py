@@ -64,11 +64,7 @@ class GatedLinearUnit(Channel):
 
     def flops_004(self, seq_len: int) -> float:
         """Returns 6ndg with the real width g (paper 004, C.4.1)."""
-        return (
-            2.0
-            * seq_len
-            * (self.gate_proj.weight.numel() + self.up_proj.weight.numel() + self.down_proj.weight.numel())
-        )
+        return super().flops_paper(seq_len)
 
     def tp_plan(self) -> dict[str, str]:
         return {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
