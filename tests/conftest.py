@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 # Tests make runs with plugins; these must not enter the user's own list of trusted files.
@@ -63,6 +64,20 @@ def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def stop_at() -> Callable[[int], Callable[[dict], None]]:
+    """stop_at(step): the `progress` of a training that presses Ctrl-C at the row of this step."""
+
+    def of_step(step: int) -> Callable[[dict], None]:
+        def progress(row: dict) -> None:
+            if row.get("step") == step and "loss" in row:
+                signal.raise_signal(signal.SIGINT)
+
+        return progress
+
+    return of_step
 
 
 @pytest.fixture

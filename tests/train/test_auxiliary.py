@@ -1,7 +1,5 @@
 """Auxiliary losses of layers: the balance loss of experts in the gradient, in rows, and not in the loss."""
 
-import signal
-
 import pytest
 import torch
 
@@ -126,18 +124,14 @@ def test_balance_evens_the_loads():
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_rows_have_a_number_of_their_own(settings, cache, tmp_path, parts):
+def test_rows_have_a_number_of_their_own(settings, cache, tmp_path, parts, stop_at):
     changes = {"steps": 8, "log_every": 2, "checkpoint_every": 3, "accumulation": parts}
     model = config_of("gla+moe x2", 0.3).model_copy(update={"vocab_size": 256}).model_dump()
     plain = config_of("gla+moe x2", 0.0).model_copy(update={"vocab_size": 256}).model_dump()
     config = settings(model=model, **changes)
 
-    def stop(row):
-        if row.get("step") == 4 and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "stopped", cache, stop)
+        train(config, tmp_path / "stopped", cache, stop_at(4))
     found = [
         [row for row in train(one, tmp_path / name, cache).metrics() if "loss" in row]
         for one, name in ((config, "stopped"), (config, "whole"), (settings(model=plain, **changes), "plain"))

@@ -1,7 +1,5 @@
 """The moving average of the weights: its recurrence, its scores, and its place in checkpoints."""
 
-import signal
-
 import pytest
 import torch
 
@@ -35,7 +33,7 @@ def test_recurrence_and_exchange():
     assert torch.equal(found["w"], weights["w"])
 
 
-def test_it_changes_no_training_is_scored_saved_and_resumed(settings, cache, tmp_path):
+def test_it_changes_no_training_is_scored_saved_and_resumed(settings, cache, tmp_path, stop_at):
     plain = train(settings(steps=6, log_every=1), tmp_path / "plain", cache)
     own = {"average": {"decay": 0.6}, "steps": 6, "log_every": 1, "checkpoint_every": 1, "keep_checkpoints": 9}
     run = train(settings(**own), tmp_path / "whole", cache)
@@ -61,12 +59,8 @@ def test_it_changes_no_training_is_scored_saved_and_resumed(settings, cache, tmp
     with pytest.raises(ConfigError, match="average"):
         load_model(plain.path, weights="average")
 
-    def stop(row):
-        if row.get("step") == 3 and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        train(settings(**own), tmp_path / "stopped", cache, stop)
+        train(settings(**own), tmp_path / "stopped", cache, stop_at(3))
     resumed = train(settings(**own), tmp_path / "stopped", cache)
     again = checkpoint.load(resumed.checkpoints()[-1])[0]
     assert all(torch.equal(again["average"][name], one) for name, one in saved[-1]["average"].items())

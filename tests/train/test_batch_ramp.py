@@ -1,7 +1,5 @@
 """`batch_ramp`: a batch that grows, resumes exactly, and is counted as it was read."""
 
-import signal
-
 import pytest
 
 from linnet.config import ConfigError, parse
@@ -45,13 +43,9 @@ def test_rows_and_flops_are_counted_as_they_are_read(settings, cache, tmp_path, 
     assert rows[0]["loss"] != other[0]["loss"]
 
 
-def test_a_stopped_run_goes_on_with_the_same_bits(settings, cache, tmp_path, whole):
-    def stop(row):
-        if row.get("step") == 4 and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
+def test_a_stopped_run_goes_on_with_the_same_bits(settings, cache, tmp_path, whole, stop_at):
     with pytest.raises(KeyboardInterrupt):
-        train(settings(**GROWING), tmp_path, cache, progress=stop)
+        train(settings(**GROWING), tmp_path, cache, progress=stop_at(4))
     seen = []
     run = train(settings(**GROWING), tmp_path, cache, progress=seen.append)
     [start] = [row for row in seen if row.get("event") == "start"]

@@ -78,18 +78,12 @@ def test_a_step_as_one_graph_has_the_bits_of_its_kernels(settings, cache, tmp_pa
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
-def test_interrupted_and_resumed(settings, cache, tmp_path, policy):
-    import signal
-
+def test_interrupted_and_resumed(settings, cache, tmp_path, policy, stop_at):
     config = settings(device="cuda", checkpoint_every=4, guard={"policy": policy})
     whole = losses(train(config, tmp_path / "whole", cache))
 
-    def stop(row):
-        if row.get("step") == 6 and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "stopped", cache, stop)
+        train(config, tmp_path / "stopped", cache, stop_at(6))
     assert losses(train(config, tmp_path / "stopped", cache)) == pytest.approx(whole, rel=1e-4)
 
 

@@ -1,7 +1,6 @@
 """`linnet train --extend`: the folder goes on, with the losses of a run that had all the steps from the start."""
 
 import json
-import signal
 
 import pytest
 import torch
@@ -54,16 +53,12 @@ def test_a_warm_up_that_is_a_share_keeps_its_length(settings, cache, tmp_path):
     assert rates == [1e-2 * factor(ScheduleConfig(name="constant", warmup=4), step, 12) for step in range(12)]
 
 
-def test_twice_and_stopped_in_between(settings, cache, tmp_path):
+def test_twice_and_stopped_in_between(settings, cache, tmp_path, stop_at):
     schedule = {"name": "constant", "warmup": 0.0}
     run = train(settings(**KEEP, steps=4, schedule=schedule), tmp_path, cache)
 
-    def stop(row):
-        if row.get("step") == 6 and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        extend(run.path, cache, steps=8, progress=stop)
+        extend(run.path, cache, steps=8, progress=stop_at(6))
     assert not run.done
     assert train(settings(**KEEP, steps=8, schedule=schedule), tmp_path, cache).path == run.path
     extend(run.path, cache, steps=10, run={"log_every": 1, "checkpoint_every": 1})

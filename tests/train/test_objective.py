@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import signal
 from typing import get_args
 
 import pytest
@@ -60,17 +59,13 @@ def plain(config, cache):
 
 
 @pytest.mark.parametrize("parts, stopped", [(1, False), (3, False), (3, True)])
-def test_training_a_text_is_a_plain_loop_bit_for_bit(settings, cache, tmp_path, parts, stopped):
+def test_training_a_text_is_a_plain_loop_bit_for_bit(settings, cache, tmp_path, parts, stopped, stop_at):
     config = settings(accumulation=parts, log_every=1, checkpoint_every=3)
     losses, norms, weights, scores = plain(config, cache)
 
-    def stop(row):
-        if stopped and row.get("step") == 7 and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
     if stopped:
         with pytest.raises(KeyboardInterrupt):
-            train(config, tmp_path, cache, stop)
+            train(config, tmp_path, cache, stop_at(7))
     run = train(config, tmp_path, cache)
     rows = [row for row in run.metrics() if "loss" in row]
     assert [row["loss"] for row in rows] == losses
@@ -187,7 +182,7 @@ class Points(RunObjective):
         return []
 
 
-def test_another_objective_trains_records_and_resumes(settings, cache, tmp_path, monkeypatch):
+def test_another_objective_trains_records_and_resumes(settings, cache, tmp_path, monkeypatch, stop_at):
     """Accumulation, guards, checkpoints, validation and the record belong to the loop, not to text."""
     monkeypatch.setitem(OBJECTIVES, "text", Points)
     own = {"batch_size": 6, "steps": 30, "log_every": 1, "evaluate_every": 10, "checkpoint_every": 4}
@@ -201,12 +196,8 @@ def test_another_objective_trains_records_and_resumes(settings, cache, tmp_path,
     assert "bits_per_byte" not in result and (whole.path / "points.txt").read_text() == "y = 3 x - 1\n"
     assert not (whole.path / "tokenizer.json").exists()
 
-    def stop(row):
-        if row.get("step") == 15 and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        train(settings(**own, accumulation=2), tmp_path / "stopped", cache, stop)
+        train(settings(**own, accumulation=2), tmp_path / "stopped", cache, stop_at(15))
     stopped = train(settings(**own, accumulation=2), tmp_path / "stopped", cache)
     assert [row.get("loss") for row in stopped.metrics()] == [row.get("loss") for row in whole.metrics()]
     assert torch.equal(

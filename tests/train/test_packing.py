@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import signal
 
 import pytest
 import torch
@@ -127,15 +126,11 @@ def test_packing_changes_the_run_and_not_the_corpus(packed, cache, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_stopped_run_goes_on_bit_for_bit(packed, cache, tmp_path, parts):
+def test_a_stopped_run_goes_on_bit_for_bit(packed, cache, tmp_path, parts, stop_at):
     config = packed(steps=8, log_every=1, checkpoint_every=3, accumulation=parts)
 
-    def stop(row):
-        if row.get("step") == 5 and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "stopped", cache, stop)
+        train(config, tmp_path / "stopped", cache, stop_at(5))
     losses = [
         [row["loss"] for row in train(config, tmp_path / folder, cache).metrics() if "loss" in row]
         for folder in ("stopped", "whole")

@@ -1,7 +1,6 @@
 """`objective: diffusion` from start to end: what a run records, exact resume, and what does not change its result."""
 
 import contextlib
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -81,17 +80,13 @@ def test_a_run_learns_and_records_bins_and_pictures(cache, tmp_path):
         load_model(run.path)
 
 
-def test_a_killed_run_goes_on_exactly(cache, tmp_path):
+def test_a_killed_run_goes_on_exactly(cache, tmp_path, stop_at):
     """With flips, random steps, noise and dropped classes, dropout, drop path and the average."""
     whole = train(settings(**EVERYTHING), tmp_path / "whole", cache)
     at = int(torch.randint(2, 7, ()))
 
-    def stop(row):
-        if row.get("step") == at and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        train(settings(**EVERYTHING), tmp_path / "stopped", cache, stop)
+        train(settings(**EVERYTHING), tmp_path / "stopped", cache, stop_at(at))
     resumed = train(settings(**EVERYTHING), tmp_path / "stopped", cache)
     assert losses(resumed) == losses(whole) and len(losses(whole)) == 8, at
     expected, found = (latest_good(run.checkpoint_folder)[1] for run in (whole, resumed))

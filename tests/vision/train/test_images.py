@@ -1,7 +1,6 @@
 """`objective: images` from start to end: what a run records, exact resume, and what does not change its result."""
 
 import json
-import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -90,17 +89,13 @@ def test_a_run_learns_and_records_images(cache, tmp_path):
     assert tokenizer is None and model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
-def test_a_killed_run_goes_on_exactly(cache, tmp_path):
+def test_a_killed_run_goes_on_exactly(cache, tmp_path, stop_at):
     """With every source of randomness: crops, flips, MixUp, CutMix, dropout, drop path; and with the average."""
     whole = train(settings(**EVERYTHING), tmp_path / "whole", cache)
     at = int(torch.randint(2, 11, ()))
 
-    def stop(row):
-        if row.get("step") == at and "loss" in row:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        train(settings(**EVERYTHING), tmp_path / "stopped", cache, stop)
+        train(settings(**EVERYTHING), tmp_path / "stopped", cache, stop_at(at))
     resumed = train(settings(**EVERYTHING), tmp_path / "stopped", cache)
     assert losses(resumed) == losses(whole) and len(losses(whole)) == 12, at
     expected, found = (latest_good(run.checkpoint_folder)[1] for run in (whole, resumed))
