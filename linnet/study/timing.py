@@ -16,7 +16,7 @@ import torch
 from linnet.models import build, kind_of
 from linnet.study.executors import worker_threads
 from linnet.study.ladder import Plan, PlannedRun
-from linnet.train.device import choose, threads
+from linnet.train.device import choose, threads, use_threads
 from linnet.train.objectives import find_objective
 
 T = TypeVar("T")
@@ -47,11 +47,9 @@ def step_costs(plan: Plan, progress: Callable[[str], None] | None = None) -> Ste
     names = list(dict.fromkeys(run.architecture for run in plan.runs))
     if executor.throughput is not None:
         return {name: (0.0, 1 / executor.throughput) for name in names}
-    before = torch.get_num_threads()
-    most, chosen = (before, False) if executor.kind == "inline" else worker_threads(executor, plan.config.devices)
-    torch.set_num_threads(most)
-    try:
-        costs: StepCosts = {}
+    most, chosen = (None, False) if executor.kind == "inline" else worker_threads(executor, plan.config.devices)
+    costs: StepCosts = {}
+    with use_threads(most):
         for number, name in enumerate(names, 1):
             if progress is not None:
                 progress(f"timing a few steps of architecture {number} of {len(names)}")
@@ -60,8 +58,6 @@ def step_costs(plan: Plan, progress: Callable[[str], None] | None = None) -> Ste
             if line is None:
                 return None
             costs[name] = line
-    finally:
-        torch.set_num_threads(before)
     return costs
 
 

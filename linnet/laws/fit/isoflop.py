@@ -122,11 +122,9 @@ def fit_isoflop(
     return fit
 
 
-def fit_groups(
-    table: pd.DataFrame, groups: np.ndarray, budgets: Sequence[float] | None = None, window: str = "auto"
-) -> list[IsoflopGroup]:
+def fit_groups(table: pd.DataFrame, groups: np.ndarray, budgets: Sequence[float] | None = None) -> list[IsoflopGroup]:
     """Returns the budgets with their optima, in order of C, without laws; the arguments are those of `fit_isoflop`."""
-    return [budget.group for budget in _fit_budgets(table, groups, budgets, window)]
+    return [budget.group for budget in _fit_budgets(table, groups, budgets, "auto")]
 
 
 def _fit_budgets(table, groups: np.ndarray, budgets: Sequence[float] | None, window: str) -> "list[_Budget]":
