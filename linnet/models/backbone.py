@@ -182,11 +182,11 @@ class Backbone(nn.Module):
         if not self.causal:
             return 0
         specs = [layer.state_spec(1, context_length) for layer in self.layers()]
-        return sum(spec.bytes for layer in [*specs, self.own_state(1)] for spec in layer.values())
+        return sum(spec.bytes for layer in [*specs, self.own_state()] for spec in layer.values())
 
-    def own_state(self, batch: int) -> dict[str, TensorSpec]:
-        """Returns the specs of the state that belongs to the backbone and not to a layer."""
-        return {} if self.positions is None or not self.causal else {"next": TensorSpec((batch,), torch.int64)}
+    def own_state(self) -> dict[str, TensorSpec]:
+        """Returns the specs of the state of one sequence that belongs to the backbone and not to a layer."""
+        return {} if self.positions is None or not self.causal else {"next": TensorSpec((1,), torch.int64)}
 
     @property
     def state_grows(self) -> bool:

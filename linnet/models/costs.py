@@ -272,7 +272,7 @@ def _state(config_json: str, kind: str, context_length: int) -> int:
     backbone = meta_model(config_json, kind).backbone
     if not backbone.causal:
         return 0
-    return _sum_over_layers(backbone, cost) + sum(spec.bytes for spec in backbone.own_state(1).values())
+    return _sum_over_layers(backbone, cost) + sum(spec.bytes for spec in backbone.own_state().values())
 
 
 @lru_cache(maxsize=4096)

@@ -273,16 +273,16 @@ def visible(text: object) -> str:
     )
 
 
-def about(found: CorpusRecords, number: float | None, kind: str = "count") -> str:
-    """Returns a number in words, with a sign where it is an estimate."""
+def about(records: CorpusRecords, number: float | None) -> str:
+    """Returns a number of tokens in words, with a sign where it is an estimate."""
     if number is None:
         return units.MISSING
-    return ("≈ " if found.measured < 1 and kind == "estimate" else "") + units.count(number)
+    return ("≈ " if records.measured < 1 else "") + units.count(number)
 
 
 def _lead(records: CorpusRecords) -> str:
     total, stages = records.total, units.listed([step.name for step in records.steps])
-    tokens = "" if total.tokens is None else f", {about(records, total.tokens, 'estimate')} tokens"
+    tokens = "" if total.tokens is None else f", {about(records, total.tokens)} tokens"
     text = f"<b>{total.documents:,} documents, {units.size(total.bytes)}{tokens}</b>"
     return f"{text} after {units.plural(len(records.steps), 'stage')} ({visible(stages)})."
 
@@ -356,7 +356,7 @@ def _tally_table(records: CorpusRecords, name: str, title: str, rows: dict[str, 
         cells = [
             (documents, tally.documents),
             (units.size(tally.bytes), tally.bytes),
-            (about(records, tally.tokens, "estimate"), tally.tokens),
+            (about(records, tally.tokens), tally.tokens),
         ]
         columns = [shell.sorted_by(None if value is None else round(value), text) for text, value in cells]
         mark = "" if label == "Total" else _bar(share)

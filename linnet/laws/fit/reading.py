@@ -47,10 +47,10 @@ def _parse(text: str, path: Path) -> pd.DataFrame:
     return _read_csv(text, path)
 
 
-def lines_of(numbers, shown: int = SHOWN) -> str:
+def lines_of(numbers) -> str:
     """Returns line numbers as text: `line 3`, `lines 3, 4 and 10 more`."""
     listed = [str(number) for number in numbers]
-    return ("line " if len(listed) == 1 else "lines ") + first_names(listed, shown)
+    return ("line " if len(listed) == 1 else "lines ") + first_names(listed, SHOWN)
 
 
 def _text(path: Path) -> str:

@@ -166,18 +166,18 @@ def interval(draws: np.ndarray) -> Interval | None:
     return float(low), float(high)
 
 
-def two_sided(draws: np.ndarray, null: float = 0.0) -> float | None:
-    """Returns the two-sided p-value of `null` from draws of an estimate; None if they show no noise (see `interval`).
+def two_sided(draws: np.ndarray) -> float | None:
+    """Returns the two-sided p-value of 0 from draws of an estimate; None if they show no noise (see `interval`).
 
-    Below ten draws beyond `null`, the normal distribution with the mean and deviation of the draws continues them.
+    Below ten draws beyond 0, the normal distribution with the mean and deviation of the draws continues them.
     """
     kept = draws[np.isfinite(draws)]
     if len(kept) < 20 or len(kept) < ENOUGH * len(draws) or not np.ptp(kept):
         return None
-    beyond = int(min((kept <= null).sum(), (kept >= null).sum()))
+    beyond = int(min((kept <= 0).sum(), (kept >= 0).sum()))
     if beyond >= 10:
         return float(min(1.0, 2 * (beyond + 1) / (len(kept) + 1)))
-    return float(2 * stats.norm.sf(abs(kept.mean() - null) / kept.std()))
+    return float(2 * stats.norm.sf(abs(kept.mean()) / kept.std()))
 
 
 def holm(estimates: Sequence[Estimate], differ: str = "", alike: str = "") -> None:
