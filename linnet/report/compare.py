@@ -289,15 +289,13 @@ def _page(side: Side, drawn: list[tuple], command: str, problems: Sequence[str])
     for _, figures, _, after in drawn:
         parts += [*(shell.section(figure, command) for figure in figures), *after]
     facts = {
-        "Redraw": f"<code>{escape(command)}</code>, from the evaluations of the run folders alone",
         "Intervals": f"95%, percentiles of {RESAMPLES:,} bootstrap resamples over items (documents, questions, "
         "needle cells), the same ones for every model",
         "Tests": "paired permutation test of one metric a task (what its suite counts, else the first); p-values "
         f"of all tests on this page adjusted together by Holm's method; a difference is called one below {REAL:g}",
         **_made(side),
-        "Drawn with": escape(shell.drawn_with()),
     }
-    parts += ["<h2>How this was made</h2>", shell.facts(facts)]
+    parts += shell.how_made(command, "the evaluations of the run folders alone", facts)
     return shell.document("Models compared", parts)
 
 

@@ -166,6 +166,17 @@ def facts(values: dict[str, str]) -> str:
     return f"<dl>{items}</dl>"
 
 
+def how_made(command: str, source: str, values: dict[str, str]) -> list[str]:
+    """Returns the last section of a page as HTML: the command that draws it again, further facts, and versions.
+
+    Args:
+        source: what the command reads; "" if the page does not say it.
+    """
+    redraw = f"<code>{escape(command)}</code>" + (f", from {source}" if source else "")
+    every = {"Redraw": redraw, **values, "Drawn with": escape(drawn_with())}
+    return ["<h2>How this was made</h2>", facts(every)]
+
+
 def made_by(folder: str | Path) -> str:
     """Returns dates, versions and devices of the runs directly in a folder, from their result.json; "" if unknown."""
     results = []

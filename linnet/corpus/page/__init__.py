@@ -558,15 +558,13 @@ def _origin(sample: dict) -> str:
 
 def _making(records: CorpusRecords, command: str) -> list[str]:
     facts = {
-        "Redraw": f"<code>{escape(command)}</code>, from stage.json and the shards",
         "Stages": "<br>".join(_digests(step) for step in records.steps),
         "Tokenizer": ""
         if records.tokenizer is None
         else visible(f"{records.tokenizer.name}, {records.tokenizer.digest}"),
         "Measured": f"{units.percent(records.measured, 3)} of the bytes",
-        "Drawn with": escape(shell.drawn_with()),
     }
-    return ["<h2>How this was made</h2>", shell.facts(facts)]
+    return shell.how_made(command, "stage.json and the shards", facts)
 
 
 def _digests(step: Step) -> str:

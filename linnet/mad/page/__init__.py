@@ -289,13 +289,11 @@ def _page(records: Records, figures: list, command: str) -> str:
         parts += expert_table(records)
     meaning = "the mean over tasks of the mean over settings of the best run at each setting"
     facts = {
-        "Redraw": f"<code>{escape(command)}</code>, from the result rows alone",
         "Score": "" if is_mqar(records.scores) else meaning,
         "Selection": f"best run by the {'test split itself (legacy)' if records.scores.legacy else 'validation split'}",
         "Trained with": shell.made_by(records.folder / RUNS),
-        "Drawn with": escape(shell.drawn_with()),
     }
-    parts += ["<h2>How this was made</h2>", shell.facts(facts)]
+    parts += shell.how_made(command, "the result rows alone", facts)
     return shell.document(f"{'MQAR' if is_mqar(records.scores) else 'MAD scores'}: {name}", parts)
 
 

@@ -52,6 +52,14 @@ def write_correlate_page(
     for figure in figures:
         shell.write_pictures(page.parent, figure)
     command = _command(found, folder, study, out)
+    facts = {
+        "Scores": f"{found.metric.replace('_', ' ')} on the test split, of runs selected on "
+        + ("the test split itself (legacy)" if found.legacy else "the validation split"),
+        "Losses": f"of the laws that were fitted to the study ({escape(found.method)}), at one compute budget",
+        "Intervals": f"95{units.SPACE}%: architectures drawn with replacement, and with each its law",
+        "Scores trained with": shell.made_by(Path(folder) / RUNS),
+        "Losses trained with": shell.made_by(Path(study) / RUNS),
+    }
     parts = [
         f'<p class="lead">{escape(_summary(found))}</p>',
         *(f'<p class="notice">{escape(note[0].upper() + note[1:])}.</p>' for note in found.notes),
@@ -60,19 +68,7 @@ def write_correlate_page(
         shell.key(families.architectures),
         *(shell.section(figure, command) for figure in figures),
         *_tables(found, families),
-        "<h2>How this was made</h2>",
-        shell.facts(
-            {
-                "Redraw": f"<code>{escape(command)}</code>, from the result rows of both folders",
-                "Scores": f"{found.metric.replace('_', ' ')} on the test split, of runs selected on "
-                + ("the test split itself (legacy)" if found.legacy else "the validation split"),
-                "Losses": f"of the laws that were fitted to the study ({escape(found.method)}), at one compute budget",
-                "Intervals": f"95{units.SPACE}%: architectures drawn with replacement, and with each its law",
-                "Scores trained with": shell.made_by(Path(folder) / RUNS),
-                "Losses trained with": shell.made_by(Path(study) / RUNS),
-                "Drawn with": escape(shell.drawn_with()),
-            }
-        ),
+        *shell.how_made(command, "the result rows of both folders", facts),
     ]
     write_atomic(page, shell.document(f"MAD scores and scaling: {Path(folder).resolve().name}", parts))
     return page

@@ -133,7 +133,7 @@ def _classifier_page(found: Classifier, figures: list[Figure], command: str) -> 
     parts += [shell.section(figure, command) for figure in figures]
     if found.record is not None:
         parts += [*_confused(found.record), *_mistakes(found.record)]
-    parts += ["<h2>How this was made</h2>", shell.facts(_classifier_facts(found, command))]
+    parts += shell.how_made(command, "the run folder alone", _classifier_facts(found))
     return shell.document(f"Image classifier: {found.name}", parts)
 
 
@@ -303,16 +303,14 @@ def _mistakes(record: Evaluation) -> list[str]:
     return ["<h2>The worst mistakes</h2>", f'<p class="caption">{caption}</p>', f'<div class="tiles">{pictures}</div>']
 
 
-def _classifier_facts(found: Classifier, command: str) -> dict[str, str]:
+def _classifier_facts(found: Classifier) -> dict[str, str]:
     record = found.record
     speed = f"{record.detail['images_per_second']:,.0f} images per second at evaluation" if record else ""
     return {
-        "Redraw": f"<code>{escape(command)}</code>, from the run folder alone",
         "Trained with": escape(provenance.shown([found.result])) if found.result else "not finished",
         "Evaluated with": escape(provenance.shown([record.model.get("evaluated") or {}])) if record else "",
         "Images scored": f"digest {record.scored}, {_scored(record)}" if record else "",
         "Speed": speed,
-        "Drawn with": escape(shell.drawn_with()),
     }
 
 
@@ -368,12 +366,8 @@ def _classifiers_page(
             f'<img class="sheet" src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{escape(heading)}">'
         )
         parts += [f"<h2>{escape(heading)}</h2>", f'<p class="caption">{escape(caption)}</p>', picture]
-    facts = {
-        "Redraw": f"<code>{escape(command)}</code>",
-        "Trained with": escape(provenance.shown(model.result for model in models.runs.values())),
-        "Drawn with": escape(shell.drawn_with()),
-    }
-    return shell.document(title, [*parts, "<h2>How this was made</h2>", shell.facts(facts)])
+    trained = escape(provenance.shown(model.result for model in models.runs.values()))
+    return shell.document(title, [*parts, *shell.how_made(command, "", {"Trained with": trained})])
 
 
 def _classifiers_lead(models: Models) -> str:
@@ -551,7 +545,7 @@ def read_denoiser(run: str | Path) -> Denoiser:
 def _denoiser_page(found: Denoiser, figures: list[Figure], command: str) -> str:
     parts = [f'<p class="lead">{_denoiser_lead(found)}</p>', *_samples(found), *_denoiser_scores(found), *_strip(found)]
     parts += [shell.section(figure, command) for figure in figures]
-    parts += ["<h2>How this was made</h2>", shell.facts(_denoiser_facts(found, command))]
+    parts += shell.how_made(command, "the run folder alone", _denoiser_facts(found))
     return shell.document(f"Denoiser: {found.name}", parts)
 
 
@@ -680,11 +674,9 @@ def _classes(folder: Path) -> list[str]:
     return []
 
 
-def _denoiser_facts(found: Denoiser, command: str) -> dict[str, str]:
+def _denoiser_facts(found: Denoiser) -> dict[str, str]:
     speeds = [f"{record.detail['samples_per_second']:,.1f} samples per second" for record in found.records[-1:]]
     return {
-        "Redraw": f"<code>{escape(command)}</code>, from the run folder alone",
         "Trained with": escape(provenance.shown([found.result])) if found.result else "not finished",
         "Sampled at": speeds[0] if speeds else "",
-        "Drawn with": escape(shell.drawn_with()),
     }
