@@ -271,13 +271,11 @@ def write_comparison(
 
 
 def _page(side: Side, drawn: list[tuple], command: str, problems: Sequence[str]) -> str:
-    findings = [line for _, _, lines, _ in drawn for line in lines]
     parts = [
         f'<p class="lead">{_summary(side)}</p>',
         *(f'<p class="notice">{escape(line)}.</p>' for line in _lacking(side)),
         *(f'<p class="notice">Left out: {escape(problem)}.</p>' for problem in problems),
-        "<h2>What was found</h2>",
-        f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in findings)}</ul>',
+        *shell.findings(line for _, _, lines, _ in drawn for line in lines),
         *(
             [f'<p class="caption">{SCOPE}</p>']
             if any(comparison.differences for comparison in side.comparisons)

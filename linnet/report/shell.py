@@ -166,6 +166,12 @@ def facts(values: dict[str, str]) -> str:
     return f"<dl>{items}</dl>"
 
 
+def findings(lines: Iterable[str], title: str = "What was found") -> list[str]:
+    """Returns the section of a page that lists what was found, from lines of HTML."""
+    items = "".join(f"<li>{line}</li>" for line in lines)
+    return [f"<h2>{title}</h2>", f'<ul class="findings">{items}</ul>']
+
+
 def how_made(command: str, source: str, values: dict[str, str]) -> list[str]:
     """Returns the last section of a page as HTML: the command that draws it again, further facts, and versions.
 

@@ -317,8 +317,7 @@ def _findings(records: CorpusRecords) -> list[str]:
     bad = sum(sum(step.group("unreadable").values()) for step in records.steps)
     if bad:
         lines.append(f"{units.plural(bad, 'row')} could not be read.")
-    items = "".join(f"<li>{line}</li>" for line in lines)
-    return ["<h2>What was found</h2>", f'<ul class="findings">{items}</ul>'] if lines else []
+    return shell.findings(lines) if lines else []
 
 
 def _holdings(records: CorpusRecords) -> list[str]:

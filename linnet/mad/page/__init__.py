@@ -275,12 +275,10 @@ def write_mad_report(
 
 def _page(records: Records, figures: list, command: str) -> str:
     name = records.folder.resolve().name
-    lines = "".join(f"<li>{line}</li>" for line in findings(records))
     parts = [
         f'<p class="lead">{_summary(records)}</p>',
         *(f'<p class="notice">{escape(line)}.</p>' for line in notices(records)),
-        "<h2>What was found</h2>",
-        f'<ul class="findings">{lines}</ul>',
+        *shell.findings(findings(records)),
     ]
     if records.architectures:
         parts += [shell.key(records.architectures), *(shell.section(figure, command) for figure in figures)]

@@ -63,8 +63,7 @@ def write_correlate_page(
     parts = [
         f'<p class="lead">{escape(_summary(found))}</p>',
         *(f'<p class="notice">{escape(note[0].upper() + note[1:])}.</p>' for note in found.notes),
-        "<h2>What was found</h2>",
-        f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in headlines(found))}</ul>',
+        *shell.findings(headlines(found)),
         shell.key(families.architectures),
         *(shell.section(figure, command) for figure in figures),
         *_tables(found, families),
