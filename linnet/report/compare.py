@@ -110,8 +110,8 @@ def needle_tables(haystack: Haystack) -> list[str]:
         "and not found (paper 000, appendix B.1). Recall ends at the longest length up to which the mean over depths "
         f"stays at {constants.threshold:.0%} or more."
     )
-    parts = [f"<h2>Scores: {escape(haystack.task)}</h2>", f'<p class="caption">{caption}</p>']
-    return [*parts, shell.table(f"scores-{haystack.task}", columns, rows, "sortable"), *_sensitivity(haystack)]
+    table = shell.table(f"scores-{haystack.task}", columns, rows, "sortable")
+    return shell.captioned(f"Scores: {escape(haystack.task)}", caption, table, *_sensitivity(haystack))
 
 
 def _sensitivity(haystack: Haystack) -> list[str]:

@@ -140,9 +140,7 @@ def _differences(study: Study) -> list[str]:
     rows = study.table[["architecture", "status"]].to_dict("records")
     lost = missing_pairs(study.bases, rows, differences)
     lost = [f'<p class="notice">{escape(text)}.</p>' for text in lost]
-    return (
-        ["<h2>Differences from a base</h2>", f'<p class="caption">{caption}</p>', table, *lost] if table or lost else []
-    )
+    return shell.captioned("Differences from a base", caption, table, *lost) if table or lost else []
 
 
 def _sensitivity(study: Study) -> list[str]:
@@ -185,7 +183,7 @@ def _laws(study: Study) -> list[str]:
         "The held-out error is that of the law "
         f"fitted to the smaller budgets, at the largest. <code>{escape(command)}</code> prints everything in full."
     )
-    parts = ["<h2>The laws</h2>", f'<p class="caption">{caption}</p>', tables.law_table(study)]
+    parts = shell.captioned("The laws", caption, tables.law_table(study))
     for title, words, table in (
         ("How the headline was chosen", _CANDIDATES, tables.candidate_table(study)),
         ("The other methods", _OTHERS, tables.method_table(study)),
@@ -246,11 +244,7 @@ def _downstream(study: Study, series: list[downstream.Series]) -> list[str]:
         "The error of both steps together is that on the runs which no cheaper run beats, the held-out error that on "
         "those of most compute when the others alone are fitted. Errors of shares are points of a hundred."
     )
-    return [
-        "<h2>From compute to metrics</h2>",
-        f'<p class="caption">{caption}</p>',
-        downstream.table(study, series),
-    ]
+    return shell.captioned("From compute to metrics", caption, downstream.table(study, series))
 
 
 def _conventions(study: Study) -> list[str]:
@@ -263,7 +257,7 @@ def _conventions(study: Study) -> list[str]:
     )
     if note := by_weights(study.folder, study.table.to_dict("records")):
         caption += f" {escape(note[0].upper() + note[1:])}."
-    return ["<h2>How counting changes the exponents</h2>", f'<p class="caption">{caption}</p>', table]
+    return shell.captioned("How counting changes the exponents", caption, table)
 
 
 def _runs(study: Study, folder: Path) -> list[str]:
@@ -276,12 +270,8 @@ def _runs(study: Study, folder: Path) -> list[str]:
         "result.json). Clicking a point in a figure leads here, clicking a column sorts, and pointing at a number "
         "shows all its digits."
     )
-    return [
-        *parts,
-        "<h2>All runs</h2>",
-        f'<p class="caption">{caption}</p>',
-        f'<div class="tall">{tables.run_table(study, folder)}</div>',
-    ]
+    table = f'<div class="tall">{tables.run_table(study, folder)}</div>'
+    return [*parts, *shell.captioned("All runs", caption, table)]
 
 
 def _making(study: Study, command: str) -> list[str]:

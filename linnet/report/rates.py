@@ -88,4 +88,4 @@ def parts(study: Study, vertices: Vertices, figure: Figure | None, command: str)
         return []
     caption = f"Best learning rates of <code>linnet study tune</code>, from {escape(str(study.folder / TUNE))}."
     drawn = [] if figure is None else [shell.section(figure, command)]
-    return ["<h2>Learning rates</h2>", f'<p class="caption">{caption}</p>', table(study, vertices), *drawn]
+    return shell.captioned("Learning rates", caption, table(study, vertices), *drawn)

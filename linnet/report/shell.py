@@ -166,6 +166,11 @@ def facts(values: dict[str, str]) -> str:
     return f"<dl>{items}</dl>"
 
 
+def captioned(title: str, caption: str, *content: str) -> list[str]:
+    """Returns a section of a page: a title, a caption and further content, all of HTML."""
+    return [f"<h2>{title}</h2>", f'<p class="caption">{caption}</p>', *content]
+
+
 def findings(lines: Iterable[str], title: str = "What was found") -> list[str]:
     """Returns the section of a page that lists what was found, from lines of HTML."""
     items = "".join(f"<li>{line}</li>" for line in lines)

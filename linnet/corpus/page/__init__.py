@@ -494,7 +494,7 @@ def _examples(records: CorpusRecords) -> list[str]:
     if without:
         caption += f" Name the folders of {units.listed(without)} too for their examples."
     parts[0] = parts[0].replace("<details", "<details open", 1)
-    return ["<h2>Before and after</h2>", f'<p class="caption">{visible(caption)}</p>', *parts]
+    return shell.captioned("Before and after", visible(caption), *parts)
 
 
 def _folded(title: str, number: int, shown: str) -> str:

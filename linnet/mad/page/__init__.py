@@ -107,7 +107,7 @@ def recall_tables(records: Records) -> list[str]:
         "is what a sequence carries from token to token whatever its length."
     )
     table = shell.table("recall", columns, rows, "sortable")
-    return ["<h2>All accuracies</h2>", f'<p class="caption">{caption}</p>', table]
+    return shell.captioned("All accuracies", caption, table)
 
 
 def _row(name: str, place: Place, setting: SettingScore) -> dict:
@@ -210,7 +210,7 @@ def expert_table(records: Records) -> list[str]:
         "that counts at the baseline of each task. A layer is its block and its part. An expert "
         "that gets less than a hundredth of an even share is named as without tokens."
     )
-    return ["<h2>Load of the experts</h2>", f'<p class="caption">{caption}</p>', shell.table("experts", columns, cells)]
+    return shell.captioned("Load of the experts", caption, shell.table("experts", columns, cells))
 
 
 def _counted(experts: list[int]) -> str:
@@ -376,8 +376,8 @@ def _numbers(records: Records) -> list[str]:
     every = all_numbers(records.results)
     budgets = {result.budget for result in records.results}
     refused = refusal(budgets.pop() if len(budgets) == 1 else "")
-    titles = [f"{metric}, {'test' if legacy else 'validation'}" for metric, legacy in every]
-    titles += [] if refused else ["Published"]
+    columns = ["Architecture", *(f"#{metric}, {'test' if legacy else 'validation'}" for metric, legacy in every)]
+    columns += [] if refused else ["#Published"]
     rows = []
     for name in records.architectures:
         cells = [_number(scores[name].score if name in scores.whole else None, points) for scores in every.values()]
@@ -386,8 +386,7 @@ def _numbers(records: Records) -> list[str]:
         rows.append((shell.swatch(records.architectures, name), *cells))
     caption = "Accuracy in per cent: tokens or the mean over classes and batches, runs selected on either split. "
     caption += f"{escape(refused[0].upper() + refused[1:])}." if refused else "Published: arXiv:2406.06484, Figure 3."
-    return ["<h2>Both numbers, both selections</h2>", f'<p class="caption">{caption}</p>',
-            shell.table("numbers", ("Architecture", *(f"#{title}" for title in titles)), rows)]  # fmt: skip
+    return shell.captioned("Both numbers, both selections", caption, shell.table("numbers", columns, rows))
 
 
 def _strong(name: str) -> str:
@@ -505,7 +504,7 @@ def _scores(records: Records) -> list[str]:
     )
     ids = [f"run-{escape(name)}" for name in records.architectures]
     table = shell.table("runs", titles, rows, "sortable", ids)
-    return ["<h2>All scores</h2>", f'<p class="caption">{caption}</p>', table]
+    return shell.captioned("All scores", caption, table)
 
 
 def _of_task(task: str):
@@ -538,8 +537,7 @@ def _pairs(records: Records) -> list[str]:
         "Pairs of architectures that differ in one thing, on the settings that both have: the gain in points of "
         "accuracy, as the mean over tasks and of each task."
     )
-    return ["<h2>The pairs behind the findings</h2>", f'<p class="caption">{caption}</p>',
-            shell.table("pairs", columns, rows)]  # fmt: skip
+    return shell.captioned("The pairs behind the findings", caption, shell.table("pairs", columns, rows))
 
 
 def _signed(gain: float) -> str:

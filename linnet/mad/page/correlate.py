@@ -252,7 +252,7 @@ def _tables(correlations: Correlations, families: Families) -> list[str]:
         f"{near(correlations.metric).replace('-1', '−1')}. Few architectures make wide intervals. Within families: "
         "after the mean of each is taken out; between families: of their means."
     )
-    parts = ["<h2>Correlations</h2>", f'<p class="caption">{caption}</p>', table]
+    parts = shell.captioned("Correlations", caption, table)
     rows = []
     for point in sorted(correlations.points, key=lambda point: point.architecture):
         swatch = shell.swatch(families.architectures, point.family)

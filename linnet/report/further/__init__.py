@@ -316,7 +316,7 @@ def parts(study: Study, sections: list[Section], unsupported: dict[str, list[str
         "N without embeddings. "
         f"<code>{escape(fit_command)}</code> prints them in full, and docs/laws.md has their equations."
     )
-    html = ["<h2>Further laws</h2>", f'<p class="caption">{caption}</p>']
+    html = shell.captioned("Further laws", caption)
     for law, figure in sections:
         html.append(shell.section(figure, command) if figure else f"<h2>{escape(law.title)}</h2>")
         html.append(_numbers(law))

@@ -300,7 +300,7 @@ def _mistakes(record: Evaluation) -> list[str]:
         f"→ <b>{escape(classes[mistake['predicted']])}</b> ({mistake['probability']:.0%})</figcaption></figure>"
         for mistake in mistakes
     )
-    return ["<h2>The worst mistakes</h2>", f'<p class="caption">{caption}</p>', f'<div class="tiles">{pictures}</div>']
+    return shell.captioned("The worst mistakes", caption, f'<div class="tiles">{pictures}</div>')
 
 
 def _classifier_facts(found: Classifier) -> dict[str, str]:
@@ -365,7 +365,7 @@ def _classifiers_page(
         picture = (
             f'<img class="sheet" src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{escape(heading)}">'
         )
-        parts += [f"<h2>{escape(heading)}</h2>", f'<p class="caption">{escape(caption)}</p>', picture]
+        parts += shell.captioned(escape(heading), escape(caption), picture)
     trained = escape(provenance.shown(model.result for model in models.runs.values()))
     return shell.document(title, [*parts, *shell.how_made(command, "", {"Trained with": trained})])
 
@@ -568,7 +568,7 @@ def _samples(found: Denoiser) -> list[str]:
     classes = _classes(found.folder)
     rows = f" Rows, from the top: {escape(', '.join(classes))}." if classes else ""
     caption = f"Samples after step {step:,}, one row per class (at most ten), always from the same noise.{rows}"
-    return ["<h2>Samples</h2>", f'<p class="caption">{caption}</p>', _image(path.read_bytes(), f"step {step}", WIDE)]
+    return shell.captioned("Samples", caption, _image(path.read_bytes(), f"step {step}", WIDE))
 
 
 def _strip(found: Denoiser) -> list[str]:
@@ -582,11 +582,7 @@ def _strip(found: Denoiser) -> list[str]:
         for step in shown
     )
     caption = "The same samples over the training: equal places have equal noise and equal classes."
-    return [
-        "<h2>Samples over training</h2>",
-        f'<p class="caption">{caption}</p>',
-        f'<div class="tiles">{tiles}</div>',
-    ]
+    return shell.captioned("Samples over training", caption, f'<div class="tiles">{tiles}</div>')
 
 
 def _image(png: bytes, alt: str, wide: int) -> str:
