@@ -8,7 +8,6 @@ from typing import Any
 
 from linnet.papers.run import read_results
 from linnet.report import shell, units
-from linnet.runs.files import write_atomic
 
 KINDS = {"holds": "yes", "does not hold": "no", "cannot be told": "open", "not run": "off"}
 KINDS |= {"reproduced": "yes", "not reproduced": "no"}
@@ -25,7 +24,7 @@ def write_reproductions(folder: str | Path, out: str | Path | None = None) -> Pa
     results = read_results(Path(folder))
     page = shell.page_path(folder, out)
     command = shell.typed("linnet", "reproduce", "report", folder, out=out)
-    write_atomic(page, _page(results, command))
+    shell.write_page(page, _page(results, command))
     return page
 
 

@@ -26,7 +26,6 @@ from linnet.evaluate.needle_scores import RATIOS, THRESHOLDS, NeedleScores, need
 from linnet.evaluate.results import Evaluation
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure, columns_for
-from linnet.runs.files import write_atomic
 
 # Needles in haystacks on a page: the grids as heatmaps, the four metrics, and what their constants change.
 
@@ -263,10 +262,8 @@ def write_comparison(
     names = list(dict.fromkeys(entry.name for group in groups for entry in group.entries))
     side = Side(names, groups, comparisons, constants or Constants())
     drawn = [(group, *_group(side, group, number)) for number, group in enumerate(groups)]
-    for _, figures, _, _ in drawn:
-        for figure in figures:
-            shell.write_pictures(path.parent, figure)
-    write_atomic(path, _page(side, drawn, command, problems))
+    figures = [figure for _, of_group, _, _ in drawn for figure in of_group]
+    shell.write_page(path, _page(side, drawn, command, problems), figures)
     return path
 
 

@@ -14,7 +14,6 @@ from linnet.report.drawing import Figure
 from linnet.report.figures import draw
 from linnet.report.findings import findings, plain, summary
 from linnet.report.records import Study, read_study
-from linnet.runs.files import write_atomic
 from linnet.study.collect import by_weights
 from linnet.study.differences import missing_pairs, read_differences
 from linnet.study.sensitivity import FIX, SETTING, UNKNOWN, doubts, sentences
@@ -65,16 +64,14 @@ def write_report(
     figures = tuple(_in_units(study, part) for part in (draw(study), downstream.draw(study, series)))
     sections, unsupported = further.read(study, bootstrap, exclude, best_of) if laws else ([], {})
     sections = [(law, figure and _in_units(study, [figure])[0]) for law, figure in sections]
-    for figure in [*figures[0], *figures[1], *(figure for _, figure in sections if figure is not None)]:
-        shell.write_pictures(page.parent, figure)
+    drawn = [*figures[0], *figures[1], *(figure for _, figure in sections if figure is not None)]
     section = further.parts(study, sections, unsupported, command)
     if vertices := rates.read(study):
         swept = rates.draw(study, vertices)
-        if swept is not None:
-            shell.write_pictures(page.parent, swept)
+        drawn += [] if swept is None else [swept]
         section += rates.parts(study, vertices, swept, command)
     headlines = findings(study) + downstream.finding(series)
-    write_atomic(page, _page(study, series, figures, headlines, section, page.parent, command))
+    shell.write_page(page, _page(study, series, figures, headlines, section, page.parent, command), drawn)
     for line in (CONCLUSIONS, *map(plain, headlines)) if tell is not None else ():
         tell(study.in_units(line))
     return page

@@ -18,7 +18,7 @@ from linnet.config import ConfigError, printable, unwritable
 from linnet.report import style, units
 from linnet.report.drawing import Figure
 from linnet.runs import RunFolder
-from linnet.runs.files import naming
+from linnet.runs.files import naming, write_atomic
 
 CORRELATION = "correlate.html"  # the page of `linnet mad correlate`, beside the folder's own
 
@@ -76,6 +76,13 @@ def write_pictures(folder: Path, figure: Figure) -> None:
         path = folder / f"{figure.name}.{suffix}"
         with naming(path):
             path.write_bytes(content)
+
+
+def write_page(page: Path, html: str, figures: Iterable[Figure] = ()) -> None:
+    """Writes a page, after the pictures of its figures beside it."""
+    for figure in figures:
+        write_pictures(page.parent, figure)
+    write_atomic(page, html)
 
 
 def _printable(spec):

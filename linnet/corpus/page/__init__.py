@@ -29,7 +29,6 @@ from linnet.corpus.page.records import (
 from linnet.data.tokenizer import Tokenizer
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
-from linnet.runs.files import write_atomic
 
 # The figures of the page of a corpus. Their width is that of the page, so that they fit a telephone.
 
@@ -234,10 +233,8 @@ def write_corpus(
     options["measure_bytes"] = None if measure_bytes == MEASURED else measure_bytes
     command = shell.typed("linnet", "corpus", "report", *folders, **options)
     figures = {figure.name: figure for figure in draw(records)}
-    for figure in figures.values():
-        shell.write_pictures(page.parent, figure)
     sections = {name: shell.section(on_page(figure), command) for name, figure in figures.items()}
-    write_atomic(page, _page(records, sections, command))
+    shell.write_page(page, _page(records, sections, command), figures.values())
     return page, records
 
 

@@ -26,7 +26,6 @@ from linnet.mad.scores import (
 from linnet.mad.settings import BUDGETS, MAD_TASKS, plan
 from linnet.report import shell, units
 from linnet.report.drawing import Canvas, Figure
-from linnet.runs.files import write_atomic
 from linnet.study.collect import RUNS
 
 # The report of MQAR (paper 002, section 4.1): accuracy by length, pairs and width of each architecture.
@@ -263,13 +262,12 @@ def write_mad_report(
     figures = []
     if records.architectures:
         figures = [draw_recall(records)] if is_mqar(scores) else draw(records)
-    for figure in figures:
-        shell.write_pictures(page.parent, figure)
     write_scores(page.parent, scores)
     usual = {"metric": metric, "legacy": legacy} == number
     options = {"out": out, "metric": None if usual or metric == METRICS[0] else metric}
     options["legacy"] = None if usual else legacy or None
-    write_atomic(page, _page(records, figures, shell.typed("linnet", "mad", "report", folder, **options)))
+    html = _page(records, figures, shell.typed("linnet", "mad", "report", folder, **options))
+    shell.write_page(page, html, figures)
     return page
 
 

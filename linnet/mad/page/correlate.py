@@ -13,7 +13,6 @@ from linnet.mad.page.figures import bare_score, by_name, points, shown_score, ta
 from linnet.mad.scores import LOSS
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
-from linnet.runs.files import write_atomic
 from linnet.study.collect import RUNS
 
 SCORED = ("MAD score", "MAD loss (nats per target)")
@@ -49,8 +48,6 @@ def write_correlate_page(
     page = shell.page_path(folder, out, shell.CORRELATION)
     families = Families.of(found)
     figures = [scatter(found, families), by_task(found, families)]
-    for figure in figures:
-        shell.write_pictures(page.parent, figure)
     command = _command(found, folder, study, out)
     facts = {
         "Scores": f"{found.metric.replace('_', ' ')} on the test split, of runs selected on "
@@ -69,7 +66,8 @@ def write_correlate_page(
         *_tables(found, families),
         *shell.how_made(command, "the result rows of both folders", facts),
     ]
-    write_atomic(page, shell.document(f"MAD scores and scaling: {Path(folder).resolve().name}", parts))
+    title = f"MAD scores and scaling: {Path(folder).resolve().name}"
+    shell.write_page(page, shell.document(title, parts), figures)
     return page
 
 

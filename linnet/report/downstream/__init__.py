@@ -21,7 +21,6 @@ from linnet.report import drawing, shell, style, units
 from linnet.report.drawing import Canvas, Figure, run_row
 from linnet.report.records import OneRun, Study, check_table, finite
 from linnet.runs import RunFolder
-from linnet.runs.files import write_atomic
 
 SHOWN = 3  # metrics that have a sentence
 COLUMNS = ("run", "architecture", "N", "D", "C", "loss", "value", "questions", "last", "folder")
@@ -569,8 +568,6 @@ def write_points(source: Path, points, series: list[Series], out: Path) -> Path:
     study = Study(source.parent, {}, check_table(rows), None, planned=False)
     command = shell.typed("linnet", "fit", source, downstream=True, out=out)
     figures = draw(study, series)
-    for figure in figures:
-        shell.write_pictures(out.parent, figure)
     parts = [
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in finding(series))}</ul>',
         shell.key(study.architectures),
@@ -579,5 +576,5 @@ def write_points(source: Path, points, series: list[Series], out: Path) -> Path:
         table(study, series),
         *(f'<p class="fine">{escape(line)}</p>' for line in lines(series)),
     ]
-    write_atomic(out, shell.document(f"Metrics: {source.name}", parts))
+    shell.write_page(out, shell.document(f"Metrics: {source.name}", parts), figures)
     return out

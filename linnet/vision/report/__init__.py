@@ -19,7 +19,6 @@ from linnet.report import shell, style, units
 from linnet.report.downstream import over_steps
 from linnet.report.drawing import Canvas, Figure
 from linnet.report.records import OneRun, finite, read_run
-from linnet.runs.files import write_atomic
 from linnet.runs.folder import CLASSES, PICTURES
 
 POINTS = 400  # most points of a training curve that are drawn
@@ -38,9 +37,7 @@ def _write(
     page = shell.page_path(run, out)
     command = shell.typed("linnet", "report", run, out=out)
     figures = [figure for draw in drawings if (figure := draw(contents)) is not None]
-    for figure in figures:
-        shell.write_pictures(page.parent, figure)
-    write_atomic(page, page_of(contents, figures, command))
+    shell.write_page(page, page_of(contents, figures, command), figures)
     return page
 
 
@@ -348,10 +345,8 @@ def write_classifiers(
     path = shell.page_path(page.parent, page)
     models = Models({name: read_classifier(folder) for name, folder in runs.items()})
     figures = [figure for figure in (_classifiers_curves(models), _accuracies(models)) if figure is not None]
-    for figure in figures:
-        shell.write_pictures(path.parent, figure)
     links = {name: relpath(target, path.parent) for name, target in (pages or {}).items()}
-    write_atomic(path, _classifiers_page(models, figures, links, title, command, pictures))
+    shell.write_page(path, _classifiers_page(models, figures, links, title, command, pictures), figures)
     return path
 
 
