@@ -7,7 +7,6 @@ from linnet.config import ConfigError, parse
 from linnet.models import ModelConfig, build_model, count_parameters
 
 BASE = "tnl1-385m"
-SWISH = {"layout": "tnl+swiglu x24", "options": {"swiglu": {"inner": 2816}}}
 
 
 def tnl(**options) -> dict:
