@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from linnet.layers.base import layers_of
-from linnet.layers.block import defer_sums
 from linnet.models import ModelConfig, build_model, family
 from linnet.ops import projections
 from linnet.train import recompute
@@ -113,7 +112,7 @@ def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[
         if not (options.compile or options.separate):  # as in a training
             projections.prepare(layers_of(model))
             if options.recompute == "none":
-                defer_sums(model.backbone.blocks)
+                model.backbone.defer_sums()
         recompute.apply(model, options.recompute)
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:

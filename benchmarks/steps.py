@@ -38,7 +38,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from linnet.inference.decoding import prepare_steps
 from linnet.layers.base import layers_of, lower_precision
-from linnet.layers.block import defer_sums
 from linnet.models import build_model
 from linnet.ops import projections
 from linnet.ops.launching import Launcher
@@ -105,7 +104,7 @@ def train_step(name: str, tokens: int = 32_768, length: int = 4096, documents: i
     """A step on rows of `length` tokens; with several documents per row, on all of them packed into one row."""
     model = build_model(models.config(name), device="cuda").train()
     projections.prepare(layers_of(model))
-    defer_sums(model.backbone.blocks)
+    model.backbone.defer_sums()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (tokens // length, length) if documents == 1 else (1, tokens)
     inputs, targets = (torch.randint(models.VOCABULARY, shape, device="cuda") for _ in range(2))

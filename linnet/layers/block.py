@@ -6,7 +6,6 @@ the stream itself is normed: a norm(x) + mixer(norm(x)) (MiniMax-01, arXiv:2501.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -42,7 +41,7 @@ class Block(nn.Module):
         shares: name of the mixer if it shares values with later layers (`Mixer.shares_values`), else "". `forward` and
             `step` then get these values, None in the first layer, and return them after the state.
         defers_sum: where gradients are computed, `forward` returns x as the two terms of its last sum, which the next
-            norm forms in its own pass over memory (`defer_sums`).
+            norm forms in its own pass over memory (`Backbone.defer_sums`).
     """
 
     takes_condition: ClassVar[bool] = False
@@ -283,15 +282,6 @@ def with_dropout(
 def as_terms(x: Stream) -> tuple[Tensor, Tensor | None]:
     """Returns the terms of a residual stream, the second one None if there is one."""
     return x if isinstance(x, tuple) else (x, None)
-
-
-def defer_sums(blocks: Iterable[Block]) -> None:
-    """Makes blocks leave the last sum of each to the next norm, in eager training.
-
-    Not for blocks that are recomputed, since both terms would be kept instead of their sum.
-    """
-    for block in blocks:
-        block.defers_sum = True
 
 
 class ModulatedBlock(Block):

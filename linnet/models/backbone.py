@@ -128,6 +128,14 @@ class Backbone(nn.Module):
                 after[str(index)] = state
         return self._last_norm(*as_terms(x)), after
 
+    def defer_sums(self) -> None:
+        """Makes every block leave its last sum to the next norm, in eager training.
+
+        Not for blocks that are recomputed, since both terms would be kept instead of their sum.
+        """
+        for block in self.blocks:
+            block.defers_sum = True
+
     def _last_norm(self, x: Tensor, added: Tensor | None) -> Tensor:
         """Returns the features of a residual stream x + added; None is zero."""
         return self.norm(x) if added is None else add_and_norm(self.norm, added, x)[0]

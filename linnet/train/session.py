@@ -18,7 +18,6 @@ from torch import Tensor
 from linnet.config import ConfigError, refuse
 from linnet.layers import dropout
 from linnet.layers.base import layers_of
-from linnet.layers.block import defer_sums
 from linnet.layers.norm import synchronise
 from linnet.layers.ring import passes_states
 from linnet.layers.routing import balance_over
@@ -143,8 +142,8 @@ class Session:
         if self.config.run.compile:
             return
         projections.prepare(layers_of(model))
-        if self.config.run.recompute == "none":
-            defer_sums(model.backbone.blocks)
+        if self.config.run.recompute == "none" and hasattr(model.backbone, "defer_sums"):
+            model.backbone.defer_sums()
 
     def _wrap(self, model: torch.nn.Module) -> None:
         """Adds recomputation and compilation to the blocks of a model, inside the hooks that shard it."""

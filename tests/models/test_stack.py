@@ -8,7 +8,6 @@ from torch import nn
 
 from linnet.config import Config, ConfigError, parse
 from linnet.layers.base import MIXERS, LayerContext, Mixer, register_mixer
-from linnet.layers.block import defer_sums
 from linnet.layers.dropout import position
 from linnet.mad.architectures import block_states, state_size
 from linnet.models import (
@@ -440,7 +439,7 @@ def test_blocks_may_leave_their_last_sum_to_the_next_norm(name, kept):
         return [y, *torch.autograd.grad(y.sin().sum(), [x, *parameters], allow_unused=True)]
 
     expected = everything()
-    defer_sums(stack.blocks)
+    stack.defer_sums()
     streams = []
     for block in stack.blocks:
         block.register_forward_hook(lambda block, inputs, outputs: streams.append(outputs[0]))

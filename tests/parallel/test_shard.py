@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from linnet.data.loader import mark_documents
 from linnet.layers.base import load_plugin
+from linnet.layers.block import as_terms
 from linnet.models import build_model
 from linnet.parallel.build import build
 from linnet.parallel.mesh import Mesh
@@ -228,7 +229,7 @@ def gathered_dtypes(name: str):
     seen, stream = {}, set()
 
     def look(block, inputs, outputs):
-        stream.update((inputs[0].dtype, outputs[0].dtype))
+        stream.update(as_terms(x)[0].dtype for x in (inputs[0], outputs[0]))
         seen.update((key, parameter.dtype) for key, parameter in session.model.named_parameters())
 
     # Before the hook with which FSDP frees the weights again.
