@@ -271,7 +271,11 @@ def _state(page: Page, text: str) -> None:
     form = r"that of (.*): ([\d.]+) (\S+) per sequence, at a loss of ([\d.]+?)(?: or more)?\.$"
     names, size, unit, loss = re.search(form, text).groups()
     low = min(map(page.loss, page.best))
-    close = [run for run in page.last if float(run["Loss (nats)"]) <= 1.02 * low and float(run["State"] or 0) > 0]
+    said = next(line for line in page.sentences if "nats per token" in line)
+    higher = set() if "is higher than that" in said else set(re.findall(r"(\S+) \(\+[\d.]+ %\)", said))
+    level = [id(run) for name, run in page.best.items() if name not in higher]  # not told apart from the lowest
+    close = [run for run in page.last if float(run["Loss (nats)"]) <= 1.02 * low or id(run) in level]
+    close = [run for run in close if float(run["State"] or 0) > 0]
     least = min(float(run["State"]) for run in close)
     page.check(near(float(size) * BYTES[unit], least), text, "the smallest state")
     said = [run for run in close if float(run["State"]) == least]

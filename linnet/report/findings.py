@@ -49,7 +49,8 @@ def summary(study: Study) -> str:
 def conclude(study: Study) -> dict[str, Any]:
     """Returns the conclusions of a page as plain sentences, and the orders behind them: quantity -> [lower, higher]."""
     lines = findings(study) + downstream.finding(downstream.read_series(study, bootstrap=0))
-    pairs = {name: sorted(map(list, order.apart)) for name, order in orders(study.fits).items()}
+    known = {name: order for name, order in orders(study.fits).items() if name != "L" or not study.incomparable}
+    pairs = {name: sorted(map(list, order.apart)) for name, order in known.items()}
     return {"conclusions": [study.in_units(plain(line)) for line in lines], "orders": pairs}
 
 
@@ -109,6 +110,9 @@ def _lowest_loss(study: Study) -> str:
     rows, where = _at_largest(study)
     if rows.empty:
         return "No run has ended with a finite loss yet, so there is nothing to compare."
+    if study.incomparable:
+        fix = "Bits per byte of one text do: <code>linnet evaluate text</code>, then <code>linnet compare</code>."
+        return f"The held-out losses of these runs do not compare: {escape(study.incomparable)}. {fix}"
     best = rows.loc[rows.groupby("architecture")["loss"].idxmin()].sort_values("loss")
     first, others = best.iloc[0], best.iloc[1:]
     bits = f" ({units.significant(first['bits_per_byte'], 4)} bits per byte)" if first["bits_per_byte"] > 0 else ""
@@ -297,6 +301,8 @@ def _held_out(study: Study) -> str:
 
 
 def _crossings(study: Study) -> str:
+    if study.incomparable:
+        return ""
     texts = []
     for crossing in study.crossings:
         # Laws of one slope cross anywhere. The table of crossings says why one has no interval.
@@ -346,15 +352,18 @@ def _refused(study: Study) -> str:
 def _state(study: Study) -> str:
     rows, _ = _at_largest(study)
     rows = rows[rows["state_bytes"] > 0]
-    if rows["architecture"].nunique() < 2:
+    if rows["architecture"].nunique() < 2 or study.incomparable:
         return ""
-    close = rows[rows["loss"] <= (1 + CLOSE) * rows["loss"].min()]
+    best = rows.loc[rows.groupby("architecture")["loss"].idxmin()].sort_values("loss")
+    higher = orders(study.fits)["L"].above(best.iloc[0]["architecture"])
+    level = best[~best["architecture"].isin(higher)]  # their losses may be as low as the lowest one
+    close = rows[(rows["loss"] <= (1 + CLOSE) * rows["loss"].min()) | rows.index.isin(level.index)]
     least = close[close["state_bytes"] == close["state_bytes"].min()].sort_values("loss")
     small, names = least.iloc[0], sorted(set(least["architecture"]), key=study.architectures.index)
     return (
-        f"Among the runs within {units.percent(CLOSE, 1)} of the lowest loss, the smallest state is that of "
-        f"{_all(names)}: {units.size(small['state_bytes'])} per sequence, at a loss of {units.loss(small['loss'])}"
-        f"{'' if len(names) == 1 else ' or more'}."
+        f"Among the runs within {units.percent(CLOSE, 1)} of the lowest loss or not told apart from it, the smallest "
+        f"state is that of {_all(names)}: {units.size(small['state_bytes'])} per sequence, at a loss of "
+        f"{units.loss(small['loss'])}{'' if len(names) == 1 else ' or more'}."
     )
 
 

@@ -18,16 +18,18 @@ from typing import Any
 import pandas as pd
 
 from linnet import provenance
-from linnet.config import ConfigError, read_yaml, refuse
+from linnet.config import ConfigError, digest, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, IsoflopGroup, Law, StudyFit, fit_study
 from linnet.laws.fit.table import labels
 from linnet.runs import RunFolder
+from linnet.runs.model import TOKENIZER
 from linnet.runs.record import curve_rows
 from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, TEXTS, complete, describe, load_study, read_plan, renew
 from linnet.study.sensitivity import Sensitivity, read_sensitivities
 
 _TOKEN = re.compile(r"(?<![\w-])token(s?)(?![\w-])")
 CURVE_BINS = 40  # points of a training curve that are drawn
+SAME_TOKENS = 0.04  # bytes per token of architectures that differ by less may be those of other held-out windows
 IMAGES = IMAGE_COLUMNS["tokens"]
 REQUIRED = ("run", "architecture", "params_non_embedding", "tokens", "flops", "loss")
 
@@ -89,6 +91,8 @@ class Study:
         fit: the laws of all architectures, or None where the table could not be fitted.
         problems: sentences about parts of the report that could not be made.
         units: what the data are counted in: tokens or images.
+        incomparable: why the losses of the runs do not compare (other texts, or tokens of another tokenizer), or "".
+        data: run -> digest of its data and tokenizer, of a folder of runs; a study has one for all.
     """
 
     folder: Path
@@ -99,6 +103,8 @@ class Study:
     fit: StudyFit | None = None
     problems: list[str] = field(default_factory=list)
     units: str = "tokens"
+    incomparable: str = ""
+    data: dict[str, str] = field(default_factory=dict)
 
     def in_units(self, text: str) -> str:
         """Returns text that was written for a study of texts in the units of this one: "nats per image"."""
@@ -211,6 +217,10 @@ def read_study(
         units = "images" if all(IMAGES in row for row in runs) else "tokens"
         study = Study(folder, config, check_table(runs), None, planned=False, units=units)
         study.curves = _read_curves(study)
+        study.data = {row["run"]: _data_of(folder / row["run"]) for row in runs}
+        kinds = len({study.data.get(run) for run in study.usable["run"]})
+        if kinds > 1:
+            study.incomparable = f"the runs have {kinds} settings of `data` (texts and tokenizers)"
         return study
     table, units = _read_table(folder / "table.csv", folder)
     study = Study(folder, config, table, None, units=units, problems=stale)
@@ -244,7 +254,26 @@ def as_study(source: Path, rows, fit: StudyFit) -> Study:
     names = {"N": "params_non_embedding", "N_total": "params_total", "D": "tokens", "C": "flops"}
     table = check_table(rows.rename(columns=names).to_dict("records"))
     units = IMAGES if rows.attrs["columns"].get("D") == IMAGES else "tokens"
-    return Study(source, {}, table, None, fit=fit, units=units)
+    return Study(source, {}, table, None, fit=fit, units=units, incomparable=_other_tokens(table))
+
+
+def _data_of(folder: Path) -> str:
+    """Returns a digest of what a run was trained and scored on: `data`, and the tokenizer that was trained from it."""
+    run = RunFolder(folder)
+    settings = {name: value for name, value in (run.config.get("data") or {}).items() if name != "packing"}
+    tokenizer = folder / TOKENIZER
+    text = tokenizer.read_text(encoding="utf-8", errors="replace") if tokenizer.is_file() else ""
+    return digest([settings, text])
+
+
+def _other_tokens(table) -> str:
+    """Returns that the rows of a table count other tokens, or "": a loss divided by its bits per byte says so."""
+    rows = table[table["usable"] & (table["bits_per_byte"] > 0)]
+    sizes = (rows["loss"] / rows["bits_per_byte"] / math.log(2)).groupby(rows["architecture"]).median()
+    if sizes.empty or sizes.max() <= (1 + SAME_TOKENS) * sizes.min():
+        return ""
+    ends = " to ".join(f"{size:.3g}" for size in (sizes.min(), sizes.max()))
+    return f"their tokens have {ends} bytes, by `loss` and `bits_per_byte`, so texts or tokenizers differ"
 
 
 def _fit(study: Study, bootstrap: int, exclude: Sequence[str], best_of: bool) -> StudyFit | None:

@@ -196,6 +196,50 @@ def test_results_of_linnet_evaluate_count_too(isoflop_alone, tmp_path):
     assert all(one.points["last"].all() and one.points["loss"].notna().all() for one in found)
 
 
+@pytest.mark.parametrize(
+    "asked, scored, tokenizers, kind, series",
+    [
+        ("ab", "xx", "tt", "text", 2),  # other files, in one evaluation of each run
+        ("aa", "xy", "tt", "text", 2),  # a file that changed between two evaluations
+        ("aa", "xx", "tu", "text", 1),  # bits per byte compare whatever the tokenizer
+        ("aa", "xx", "tu", "blocks", 2),  # losses per token do not
+        ("aa", "xx", "tt", "blocks", 1),
+        ("aa", "x-", "tt", "text", 1),  # a record of 0.1 has no digest of its text
+    ],
+)
+def test_evaluations_of_other_texts_are_other_metrics(isoflop_alone, tmp_path, asked, scored, tokenizers, kind, series):
+    folder = write_study(tmp_path / "study", architectures=("tnl", "llama"), widths=(16,), budgets=(1.5e11,))
+    study = read_study(folder, bootstrap=0)
+    metric = "bits_per_byte" if kind == "text" else "perplexity"
+    for index, (_, run) in enumerate(study.table.iterrows()):
+        model = {"step": 9, "tokens": int(run["tokens"]), "flops": run["flops"], "tokenizer": tokenizers[index]}
+        result = Result(kind, metric, 3.0, n=2, better="lower")
+        content = None if scored[index] == "-" else scored[index]
+        settings = {"text": [asked[index]], "method": ["carried", "windowed"][index]}  # a model's own way of reading
+        Evaluation(kind, model, settings, (result,), {}, content).save(study.run_folder(run))
+    found = downstream.read_series(study, 0)
+    assert len({one.title for one in found}) == len(found) == series
+    assert sum(len(one.points) for one in found) == 2
+
+
+def test_evaluations_of_one_name_and_other_settings_are_other_metrics(tmp_path):
+    for name, source in (("one", "a.txt"), ("two", "b.txt"), ("three", "b.txt")):
+        (tmp_path / name).mkdir()
+        config = {
+            "model": {},
+            "architecture": name,
+            "evaluations": [{"kind": "text", "name": "book", "paths": [source]}],
+        }
+        (tmp_path / name / "config.yaml").write_text(json.dumps(config))
+        numbers = {"status": "done", "params_non_embedding": 1e4, "tokens": 1e6, "flops": 6e10, "loss": 2.5}
+        (tmp_path / name / "result.json").write_text(json.dumps(numbers))
+        row = {"step": 9, "tokens": 1e6, "flops": 6e10, "evaluation": "book", "shown": ["bits_per_byte"]}
+        row |= {"metrics": {"bits_per_byte": 2.0}, "chance": {}}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    found = downstream.read_series(read_study(tmp_path), 0)
+    assert sorted(sorted(one.points["run"]) for one in found) == [["one"], ["three", "two"]]
+
+
 def test_runs_without_what_others_have_are_named(isoflop_alone, tmp_path):
     folder = write_study(tmp_path / "study", architectures=("tnl",), widths=(16, 32, 64), evaluations=True)
     assert not any("questions" in problem for problem in _problems(folder))

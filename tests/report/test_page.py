@@ -21,10 +21,11 @@ from synthetic_study import LAWS, RESAMPLES
 from linnet.cli.fit.page import show_summary
 from linnet.config import ConfigError
 from linnet.laws.fit import fit_study
+from linnet.laws.orders import orders
 from linnet.report import shell, write_report
 from linnet.report.figures import CROSS, laws, optima
-from linnet.report.findings import _speed, findings
-from linnet.report.records import read_study
+from linnet.report.findings import _speed, _state, conclude, findings
+from linnet.report.records import as_study, read_study
 from linnet.report.run import state_size, training_curves
 from linnet.report.tables import law_table
 from linnet.runs.record import BY_WEIGHTS
@@ -534,6 +535,49 @@ def test_a_run_that_nobody_can_read_hides_no_other(tmp_path, write):
             (tmp_path / name / "result.json").write_text(json.dumps({"status": "done"} | numbers))
     page = write(tmp_path)
     assert "nats per token, of good" in page.text and "1 unfinished" in page.text
+
+
+@pytest.mark.parametrize("other", [{"tokenizer": {"kind": "bpe"}}, {"source": ["b.txt"]}, "tokenizer.json", None])
+def test_losses_of_other_texts_or_tokenizers_are_in_no_order(tmp_path, write, other):
+    for name, loss in (("tnl", 2.5), ("llama", 5.0)):
+        (tmp_path / name).mkdir()
+        data = {"source": ["a.txt"], "tokenizer": {"kind": "byte"}}
+        if name == "llama":
+            data |= other if isinstance(other, dict) else {"packing": "cross"}
+            if other == "tokenizer.json":  # the same settings, and a text that changed
+                (tmp_path / name / other).write_text("{}")
+        config = {"model": {}, "architecture": name, "data": data}
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config))
+        numbers = {"params_non_embedding": 1e4, "tokens": 1e6, "flops": 6e10, "loss": loss, "state_bytes": 64}
+        (tmp_path / name / "result.json").write_text(json.dumps({"status": "done"} | numbers))
+    text = write(tmp_path).text
+    assert ("losses of these runs do not compare: the runs have 2 settings of `data`" in text) == bool(other)
+    assert ("nats per token" in "".join(findings(read_study(tmp_path)))) == (other is None)
+    assert ("the smallest state" in text) == (other is None)
+
+
+def test_a_table_whose_tokens_have_other_lengths_is_in_no_order(study):
+    folder = study(architectures=("tnl", "llama"), widths=(16, 24, 32), curves=False)
+    table, _, _ = load_study(folder)
+    fits = fit_study(table, method="power", bootstrap=0, conventions=False)
+    bytes_per_token = {"tnl": 1.0, "llama": 1.0}
+    for tokens, told in ((1.02, False), (3.0, True)):
+        bytes_per_token["llama"] = tokens
+        rows = table.assign(bits_per_byte=table["loss"] / table["architecture"].map(bytes_per_token) / np.log(2))
+        rows.attrs = table.attrs
+        shown = conclude(as_study(Path("table.csv"), rows, fits))
+        assert ("tokens have 1 to 3 bytes" in shown["conclusions"][0]) == told
+        assert ("L" in shown["orders"]) != told
+
+
+def test_the_smallest_state_counts_losses_that_are_not_told_apart(study):
+    """A state is not called the smallest because a run has a loss that is lower by less than the intervals."""
+    folder = study(architectures=("tnl", "copy"), curves=False)
+    one = read_study(folder, fit=fit_study(load_study(folder)[0], method="isoflop", bootstrap=40, conventions=False))
+    assert not orders(one.fits)["L"].apart
+    one.table["state_bytes"] = one.table["architecture"].map({"tnl": 10_000, "copy": 100})
+    one.table.loc[one.table["architecture"] == "copy", "loss"] *= 1.03
+    assert "the smallest state is that of <b>copy</b>" in _state(one)
 
 
 def test_a_damaged_result_hides_no_other_run(study, write):

@@ -5,14 +5,15 @@ where `linnet evaluate` keeps its own (linnet.evaluate.results). Both have the s
 held-out loss of that step makes a point of them.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from linnet.config import digest
-from linnet.evaluate.compare import guessing
+from linnet.config import ConfigError, digest
+from linnet.evaluate.compare import common, guessing
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.laws.fit import Law
 from linnet.laws.fit.downstream import BEYOND, Downstream, HeldOutTest, Transfer, fit_downstream
@@ -21,8 +22,10 @@ from linnet.report import drawing, shell, style, units
 from linnet.report.drawing import Canvas, Figure, run_row
 from linnet.report.records import OneRun, Study, check_table, finite
 from linnet.runs import RunFolder
+from linnet.runs.record import plain
 
 SHOWN = 3  # metrics that have a sentence
+_PER_TOKEN = ("blocks", "chat")  # kinds whose first metric is per token
 COLUMNS = ("run", "architecture", "N", "D", "C", "loss", "value", "questions", "last", "folder")
 
 
@@ -70,13 +73,17 @@ def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
     rows: dict[tuple[str, str], list[dict]] = {}
     chances: dict[tuple[str, str], float | None] = {}
     problems: list[str] = []
+    runs = []
     for _, run in study.table[study.table["status"].isin(("done", "unfinished"))].iterrows():
         folder = study.run_folder(run)
-        if folder is None or not folder.is_dir():
-            continue
-        records = RunFolder(folder).metrics()
-        metrics = _of_training(records, study.units)
-        metrics += _of_files(read_evaluations(folder, problems), study.units)
+        if folder is not None and folder.is_dir():
+            runs.append((run, RunFolder(folder), read_evaluations(folder, problems)))
+    planned = _settings_of_training([folder for _, folder, _ in runs])
+    named = _names([evaluations for *_, evaluations in runs])
+    for (run, folder, _), names in zip(runs, named, strict=True):
+        records = folder.metrics()
+        metrics = _of_training(records, study.units, planned[folder.path])
+        metrics += _of_files(names, study.units)
         losses = {row["step"]: row["validation_loss"] for row in records if "validation_loss" in row}
         final = run["tokens"] if run["status"] == "done" else math.inf
         for key, chance, point in metrics:
@@ -118,6 +125,10 @@ def _missing(series: Series, study: Study, broken: set[str]) -> list[str]:
         problems.append(f"{len(lacking)} of {len(done)} finished runs have no value at their end: {_named(lacking)}")
     if broken:
         problems.append(f"values that are not finite are left out, of {_named(sorted(broken))}")
+    for name, rows in points.groupby("architecture", sort=False):
+        if len({study.data.get(run) for run in rows["run"]}) > 1:
+            fix = "give a folder of runs with the same `data`"
+            problems.append(f"not fitted for {name}, whose runs have other texts or tokenizers; {fix}")
     if lost := sorted(set(points.loc[points["loss"].isna(), "run"])):
         fix = "set run.evaluate_every so that it divides their `every`"
         problems.append(f"values without a held-out loss at their step are not fitted, of {_named(lost)}; {fix}")
@@ -131,6 +142,8 @@ def _named(runs: list[str], most: int = 5) -> str:
 
 def _fit(series: Series, study: Study, architecture: str, bootstrap: int) -> Downstream:
     points = series.points[series.points["architecture"] == architecture]
+    if len({study.data.get(run) for run in points["run"]}) > 1:
+        points = points.assign(loss=math.nan)  # losses of other texts or tokens
     return fit_downstream(points, series.chance, law=_law(study, architecture), bootstrap=bootstrap)
 
 
@@ -145,36 +158,95 @@ def _law(study: Study, architecture: str) -> Law | None:
     return fit.L
 
 
-def _of_training(records: list[dict], unit: str) -> list[tuple]:
+def _settings_of_training(folders: list[RunFolder]) -> dict[Path, dict[str, str]]:
+    """Returns, for each run, name -> digest of an evaluation during training whose settings differ between runs."""
+    settings: dict[Path, dict[str, str]] = {}
+    for folder in folders:
+        settings[folder.path] = {}
+        with contextlib.suppress(ConfigError):
+            entries = folder.config.get("evaluations") or []
+            for entry in (entry for entry in entries if isinstance(entry, dict)):
+                about = {key: value for key, value in entry.items() if key != "every"}
+                settings[folder.path][str(entry.get("name") or entry.get("kind"))] = digest(about)
+    seen: dict[str, set[str]] = {}
+    for mine in settings.values():
+        for name, about in mine.items():
+            seen.setdefault(name, set()).add(about)
+    return {
+        path: {name: about[:4] for name, about in mine.items() if len(seen[name]) > 1}
+        for path, mine in settings.items()
+    }
+
+
+def _of_training(records: list[dict], unit: str, settings: dict[str, str]) -> list[tuple]:
     """Returns ((evaluation, metric), chance, point) for the metrics under `shown` of each row.
 
     Args:
         unit: the key of the data that were read: tokens or images.
+        settings: name of an evaluation -> digest of its settings, where runs have other settings under this name.
     """
     metrics = []
     for row in records:
         for metric in row.get("shown", ()):
             point = {"step": row["step"], "D": row.get(unit, math.nan), "C": row["flops"]}
             point |= {"value": row["metrics"][metric], "questions": row.get("questions")}
-            metrics.append(((row["evaluation"], metric), row["chance"].get(metric), point))
+            name = row["evaluation"]
+            name = f"{name}-{settings[name]}" if name in settings else name
+            metrics.append(((name, metric), row["chance"].get(metric), point))
     return metrics
 
 
-def _of_files(evaluations: list[Evaluation], unit: str) -> list[tuple]:
-    """Returns the same for evaluation files: the first metric of each task, or only the averages of a suite.
+def _names(runs: list[list[Evaluation]]) -> list[list[tuple[str, Evaluation]]]:
+    """Returns the evaluations of each run with their names, which are equal where settings and content are.
 
-    If an evaluation was made with several settings, each name contains the digest of its settings.
+    If the runs were evaluated with several settings, or on several contents, each name contains a digest. Settings
+    that are a model's own way of reading count only where one run has several of them. A record of 0.1 has no digest
+    of its content and is taken for that of its settings, if there is only one.
     """
-    ways: dict[str, dict[str, None]] = {}
-    for evaluation in evaluations:
-        ways.setdefault(evaluation.kind, {})[digest(evaluation.asked)] = None
+    contents: dict[str, set[str]] = {}
+    for evaluation in (one for run in runs for one in run):
+        contents.setdefault(_asked(evaluation), set()).update({evaluation.scored} - {None})
+
+    def way(evaluation: Evaluation, asked: dict[str, Any]) -> tuple:
+        known = contents[_asked(evaluation)]
+        content = min(known) if evaluation.scored is None and len(known) == 1 else evaluation.scored
+        # Losses per token compare between models of one tokenizer only.
+        tokens = evaluation.model.get("tokenizer") if evaluation.kind in _PER_TOKEN else None
+        return evaluation.kind, digest(plain(asked)), content, tokens
+
+    several = set()
+    for run in runs:
+        own: dict[tuple, set[str]] = {}
+        for evaluation in run:
+            own.setdefault(way(evaluation, common(evaluation.asked)), set()).add(digest(plain(evaluation.asked)))
+        several |= {key for key, asked in own.items() if len(asked) > 1}
+    ways, kinds = [], {}
+    for run in runs:
+        ways.append([])
+        for evaluation in run:
+            key = way(evaluation, common(evaluation.asked))
+            key = way(evaluation, evaluation.asked) if key in several else key
+            kinds.setdefault(evaluation.kind, set()).add(key)
+            ways[-1].append(key)
+    return [
+        [
+            (one.kind if len(kinds[one.kind]) == 1 else f"{one.kind}-{digest(list(key))[:4]}", one)
+            for key, one in zip(keys, run, strict=True)
+        ]
+        for keys, run in zip(ways, runs, strict=True)
+    ]
+
+
+def _asked(evaluation: Evaluation) -> str:
+    return digest([evaluation.kind, plain(common(evaluation.asked))])
+
+
+def _of_files(evaluations: list[tuple[str, Evaluation]], unit: str) -> list[tuple]:
+    """Returns the same for evaluation files: the first metric of each task, or only the averages of a suite."""
     metrics = []
-    for evaluation in evaluations:
+    for name, evaluation in evaluations:
         if evaluation.model.get(unit) is None or evaluation.model.get("flops") is None:
             continue
-        name = (
-            evaluation.kind if len(ways[evaluation.kind]) == 1 else f"{evaluation.kind}-{digest(evaluation.asked)[:4]}"
-        )
         chances, model, seen = guessing(evaluation), evaluation.model, set()
         averages = [result for result in evaluation.results if result.task == evaluation.kind]
         for result in averages or evaluation.results:
