@@ -41,7 +41,8 @@ def write_report(
         bootstrap: resamples for the 95 % intervals of the laws; 0 for none.
         laws: whether the page has the further laws (`linnet.laws.further`).
         exclude, best_of: which runs the fits leave out; see `linnet.laws.fit.load_table`.
-        tell: is called with a line for each fit to the evaluations of the runs, then with the sentences of the page.
+        tell: is called with a line for each part that the page lacks and why, then for each fit to the evaluations of
+            the runs, then with the sentences of the page.
 
     Returns:
         The path of the page.
@@ -59,7 +60,7 @@ def write_report(
     words = [word for request in exclude for word in ("--exclude", request)]
     command = shell.typed("linnet", "report", study_folder, *words, out=out, **changed)
     series = downstream.read_series(study, bootstrap)
-    for line in downstream.lines(series) if tell is not None else ():
+    for line in (*map("note {}".format, study.problems), *downstream.lines(series)) if tell is not None else ():
         tell(line)
     figures = tuple(_in_units(study, part) for part in (draw(study), downstream.draw(study, series)))
     sections, unsupported = further.read(study, bootstrap, exclude, best_of) if laws else ([], {})

@@ -34,10 +34,21 @@ def test_prints_the_path_of_the_page(folder):
     assert result.stdout.strip() == str(folder / "report" / "index.html")
     page = (folder / "report" / "index.html").read_text()
     assert "tnl" in page and contradictions(page) == []
-    path, title, *lines = result.output.splitlines()
-    assert title == "What you may conclude" and lines[0].startswith("Over all runs")
+    path, *lines = result.output.splitlines()
+    notes = lines[: lines.index("What you may conclude")]
+    lines = lines[len(notes) + 1 :]
+    assert all(note.startswith("note ") for note in notes) and lines[0].startswith("Over all runs")
     found = json.loads(call(folder, "--bootstrap", 20, "--json").stdout)
     assert found == {"page": path, "conclusions": lines}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_terminal_says_why_laws_are_absent(folder):
+    table = folder / "table.csv"
+    table.write_text(table.read_text() + table.read_text().splitlines()[1] + "\n")
+    result = call(folder)
+    assert result.exit_code == 0, result.output
+    assert "note No laws could be fitted: the same row 2 times" in result.output
 
 
 def test_out_and_open(folder, monkeypatch):

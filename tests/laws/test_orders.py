@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import math
 import tracemalloc
+import warnings
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -184,6 +185,15 @@ def test_estimates_without_spread_or_draws_are_not_ranked():
     values = {"a": 1.0, "b": 2.0}
     assert not order(values, {}).apart
     assert not order(values, {"a": np.ones(100), "b": np.full(100, 2.0)}).apart
+
+
+def test_resamples_whose_law_overflows_order_nothing_and_say_nothing():
+    laws = {name: _laws(np.random.default_rng(seed)) for seed, name in enumerate("ab")}
+    for law in laws.values():
+        law.L.draws[::2, 0] = 800.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not orders(laws)["L"].apart
 
 
 def test_means_are_told_apart_by_their_errors_and_zero_width_tells_nothing():
