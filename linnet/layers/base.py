@@ -476,7 +476,7 @@ def load_plugin(spec: str) -> str:
         sys.modules[module_name] = module
         try:
             module_spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             at = line_of(error, str(path.absolute()))
             problem = f"mixer {spec!r}: importing {path} failed{at}: {type(error).__name__}: {error}"
@@ -498,7 +498,7 @@ def load_plugin(spec: str) -> str:
     return mixer.name
 
 
-def line_of(error: Exception, file: str | None) -> str:
+def line_of(error: BaseException, file: str | None) -> str:
     """Returns where in a user's file an error came from, as " in line 7 (`x = y`)"; "" if it came from elsewhere."""
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" in line {lines[-1].lineno} (`{lines[-1].line}`)" if lines else ""

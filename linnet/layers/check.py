@@ -356,10 +356,9 @@ def _costs(cls: type[Mixer], config: Config, context: LayerContext) -> None:
         mixer = _build(cls, config, context)
     x = torch.empty(1, TOKENS, context.d_model, device="meta")
     what = "forward without memory (x.device is meta, where FLOPs are counted; use x.device)"
-    if context.causal:
-        _forward(mixer, x, what=what)
-    else:
-        _mix_all(mixer, x, _grid(context), what)
+    y = _forward(mixer, x, what=what)[0] if context.causal else _mix_all(mixer, x, _grid(context), what)
+    if y.dtype != x.dtype:
+        _refuse(f"forward gave y in {y.dtype} for x in {x.dtype}; end it with y.to(x.dtype)")
     for name in ("flops", "flops_paper"):
         count = _ask(functools.partial(lambda name: float(getattr(mixer, name)(TOKENS)), name), cls, f"{name}(seq_len)")
         if not 0 <= count < math.inf:
@@ -721,7 +720,7 @@ def _ask(call: Callable[[], Any], cls: type[Mixer], what: str) -> Any:
     """Returns the result of a call into a user's class; adds the failing line of the user's file to an error."""
     try:
         return call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         line = line_of(error, file)
         problem = f"{what} raised {type(error).__name__}{line}: {' '.join(str(error).split())}"

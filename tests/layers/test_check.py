@@ -202,6 +202,10 @@ MISTAKES = {
     ],
     "writes_x": [("x.cumsum(1)", "x.mul_(2).cumsum(1)", "forward writes into x")],
     "step_writes_x": [('state["s"] += x', 'state["s"] += x; x.zero_()', "step writes into x")],
+    "dtype": [
+        ("return self.out(s),", "return self.out(s).double(),", r"y in torch.float64 for x in torch.float32; .*x.dtype")
+    ],
+    "ends": [(OUT, "raise SystemExit\n        " + OUT, "forward.* raised SystemExit in line 19")],
     "no_mixer": [("class Outside(Mixer)", "class Outside(nn.Module)", r"class Outside\(Mixer\)")],
 }
 RIGHT = {
@@ -260,6 +264,9 @@ def test_a_line_is_named_whatever_the_form_of_the_path(outside, monkeypatch, tmp
         ConfigError, match=r"importing \.\./broken\.py failed in line 2 \(`wrong = None \+ 1`\): TypeError"
     ):
         check_mixer("../broken.py:Outside", {}, 16)
+    path.with_name("ends.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(ConfigError, match=r"importing \.\./ends\.py failed in line 1 .*: SystemExit: 3"):
+        check_mixer("../ends.py:Outside", {}, 16)
     path.with_name("lonely.py").write_text("import a_neighbour_of_mine\n")
     with pytest.raises(ConfigError, match="No module named 'a_neighbour_of_mine'; install it, .* on PYTHONPATH"):
         check_mixer("../lonely.py:Outside", {}, 16)
