@@ -479,6 +479,15 @@ def between(interval: tuple[float, float] | None) -> str:
     return "" if interval is None else f" ({shown(interval[0])} to {shown(interval[1])})"
 
 
+_PER_TOKEN = "losses and perplexities per token do not compare"
+_OTHER_TOKENS = {
+    "needle": "prompts with the same number of tokens hold different texts",
+    "text": f"{_PER_TOKEN}; bits per byte and numbers per byte and word do",
+    "blocks": f"{_PER_TOKEN}; bits per byte and perplexities per word do",
+    "chat": "losses per token do not compare",
+}
+
+
 def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
     """Returns notes on settings that differ between models, on too few items, and on metrics that are not tested."""
     sentences = []
@@ -493,8 +502,8 @@ def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
         if len({value for value in values.values() if value is not None}) > 1:
             sentences.append(f"The {way} differs: {', '.join(f'{name} {value}' for name, value in values.items())}.")
     steps = {entry.name: entry.evaluation.model.get("step") for entry in group.entries}
-    if len({entry.evaluation.model.get("tokenizer") for entry in group.entries}) > 1 and group.kind == "needle":
-        sentences.append("The tokenizers differ, so prompts with the same number of tokens hold different texts.")
+    if len({entry.evaluation.model.get("tokenizer") for entry in group.entries}) > 1:
+        sentences += [f"The tokenizers differ, so {_OTHER_TOKENS[group.kind]}."] if group.kind in _OTHER_TOKENS else []
     if len({step for step in steps.values() if step is not None}) > 1:
         sentences.append(f"The training steps differ: {', '.join(f'{name} {step}' for name, step in steps.items())}.")
     few = {

@@ -20,7 +20,7 @@ import pandas as pd
 from linnet import provenance
 from linnet.config import ConfigError, digest, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, IsoflopGroup, Law, StudyFit, fit_study
-from linnet.laws.fit.table import labels
+from linnet.laws.fit.table import labels, other_tokens
 from linnet.runs import RunFolder
 from linnet.runs.model import TOKENIZER
 from linnet.runs.record import curve_rows
@@ -29,7 +29,6 @@ from linnet.study.sensitivity import Sensitivity, read_sensitivities
 
 _TOKEN = re.compile(r"(?<![\w-])token(s?)(?![\w-])")
 CURVE_BINS = 40  # points of a training curve that are drawn
-SAME_TOKENS = 0.04  # bytes per token of architectures that differ by less may be those of other held-out windows
 IMAGES = IMAGE_COLUMNS["tokens"]
 REQUIRED = ("run", "architecture", "params_non_embedding", "tokens", "flops", "loss")
 
@@ -254,7 +253,7 @@ def as_study(source: Path, rows, fit: StudyFit) -> Study:
     names = {"N": "params_non_embedding", "N_total": "params_total", "D": "tokens", "C": "flops"}
     table = check_table(rows.rename(columns=names).to_dict("records"))
     units = IMAGES if rows.attrs["columns"].get("D") == IMAGES else "tokens"
-    return Study(source, {}, table, None, fit=fit, units=units, incomparable=_other_tokens(table))
+    return Study(source, {}, table, None, fit=fit, units=units, incomparable=other_tokens(rows))
 
 
 def _data_of(folder: Path) -> str:
@@ -264,16 +263,6 @@ def _data_of(folder: Path) -> str:
     tokenizer = folder / TOKENIZER
     text = tokenizer.read_text(encoding="utf-8", errors="replace") if tokenizer.is_file() else ""
     return digest([settings, text])
-
-
-def _other_tokens(table) -> str:
-    """Returns that the rows of a table count other tokens, or "": a loss divided by its bits per byte says so."""
-    rows = table[table["usable"] & (table["bits_per_byte"] > 0)]
-    sizes = (rows["loss"] / rows["bits_per_byte"] / math.log(2)).groupby(rows["architecture"]).median()
-    if sizes.empty or sizes.max() <= (1 + SAME_TOKENS) * sizes.min():
-        return ""
-    ends = " to ".join(f"{size:.3g}" for size in (sizes.min(), sizes.max()))
-    return f"their tokens have {ends} bytes, by `loss` and `bits_per_byte`, so texts or tokenizers differ"
 
 
 def _fit(study: Study, bootstrap: int, exclude: Sequence[str], best_of: bool) -> StudyFit | None:

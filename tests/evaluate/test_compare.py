@@ -251,3 +251,12 @@ def test_no_model_is_best_that_does_not_beat_guessing():
     rows = {n: [replace(r, results=(*r.results, s))] for (n, r), s in zip(rows.items(), scores, strict=True)}
     assert [one.best for one in compare(shared(rows))] == [None, None]
     assert best([1] + [0] * 20, known=False) is None and best([1, 1, 0, 1, 1, 1, 1], known=False) == "a"
+
+
+@pytest.mark.parametrize("kind, told", [("text", "per token do not compare; bits per byte"), ("tasks", None)])
+def test_numbers_per_token_of_other_tokenizers_have_a_note(kind, told):
+    one = evaluation([1.0] * 6, kind=kind)
+    other = replace(one, model={"step": None, "tokenizer": "other"})
+    [group] = shared({"a": [one], "b": [other]})
+    found = [line for line in notes(group, []) if "tokenizers differ" in line]
+    assert len(found) == bool(told) and all(told in line for line in found)

@@ -566,7 +566,7 @@ def test_a_table_whose_tokens_have_other_lengths_is_in_no_order(study):
         rows = table.assign(bits_per_byte=table["loss"] / table["architecture"].map(bytes_per_token) / np.log(2))
         rows.attrs = table.attrs
         shown = conclude(as_study(Path("table.csv"), rows, fits))
-        assert ("tokens have 1 to 3 bytes" in shown["conclusions"][0]) == told
+        assert ("a token has 1 to 3 bytes" in shown["conclusions"][0]) == told
         assert ("L" in shown["orders"]) != told
 
 

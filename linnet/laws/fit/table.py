@@ -5,6 +5,7 @@ law wrong without any visible sign.
 """
 
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -95,6 +96,8 @@ UNIFORM = 12.0
 """Largest plausible loss in nats per token: a uniform choice among 160,000 tokens."""
 RATIO = (0.1, 100.0)
 """Plausible C / (6 N D), with N without embeddings at the lower end and with them at the upper one."""
+BITS_PER_BYTE = "bits_per_byte"
+SAME_TOKENS = 0.04  # bytes per token that differ by less may be those of other held-out windows
 FAR_BUDGET = (0.1, 10.0)
 """Plausible C / budget: other ways of counting C differ from a plan by less."""
 FEWEST, MOST = 1e3, 1e7
@@ -187,7 +190,26 @@ def load_table(
         table["run"] = _names(table)
     table = _thin(table, notes).reset_index(drop=True)
     table.attrs = {"columns": header, "excluded": excluded}
+    if reason := other_tokens(table):
+        fix = "fit `--columns loss=bits_per_byte --loss-unit bits`, or one tokenizer and text at a time"
+        notes.append(f"losses per token do not compare: {reason}; {fix}")
     return table, notes
+
+
+def other_tokens(table: pd.DataFrame) -> str:
+    """Returns why the losses per token of a table of `load_table` do not compare between its rows, or ""."""
+    if table.attrs["columns"].get("loss") == BITS_PER_BYTE:
+        return ""
+    if "tokenizer" in table and (names := sorted(table["tokenizer"].dropna().astype(str).unique()))[1:]:
+        return f"the rows have {len(names)} tokenizers, {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    if BITS_PER_BYTE not in table:
+        return ""
+    sizes = table["loss"] / pd.to_numeric(table[BITS_PER_BYTE], errors="coerce") / math.log(2)
+    sizes = sizes[(sizes > 0) & (sizes < math.inf)]
+    if sizes.empty or sizes.max() <= (1 + SAME_TOKENS) * sizes.min():
+        return ""
+    ends = f"{sizes.min():.3g} to {sizes.max():.3g} bytes"
+    return f"by loss and {BITS_PER_BYTE}, a token has {ends}, so the tokenizers or texts differ"
 
 
 def load_points(

@@ -1,4 +1,5 @@
 import json
+import math
 import re
 
 import numpy as np
@@ -390,3 +391,23 @@ def test_budgets_in_another_unit_are_refused(write):
     rows = [f"{i},tnl,{1e6 * i},2e7,{1.2e14 * i},3.5,{i}" for i in (1, 2, 3)]
     (problem,) = problems_of(write(HEADER.replace("loss", "loss,budget") + "\n".join(rows)))
     assert problem.startswith("budget (budget): 1 in lines 2, 3, 4") and "--columns budget=" in problem
+
+
+@pytest.mark.parametrize(
+    "column, cells, columns, told",
+    [
+        ("tokenizer", ("byte", "bpe"), None, "the rows have 2 tokenizers, bpe, byte"),
+        ("tokenizer", ("byte", "byte"), None, None),
+        ("bits_per_byte", (3.0, 1.0), None, "a token has 1 to 3 bytes"),
+        ("bits_per_byte", (3.0, 2.95), None, None),  # other held-out windows
+        ("bits_per_byte", (3.0, 1.0), {"loss": "bits_per_byte"}, None),  # these compare
+    ],
+)
+def test_losses_per_token_of_other_tokens_are_told(tmp_path, column, cells, columns, told):
+    nats = 3 * math.log(2)
+    rows = [f"{name},{n},1e9,{nats},{cell}" for name, cell in zip("ab", cells, strict=True) for n in (1e6, 2e6)]
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join([f"architecture,N,D,loss,{column}", *rows]) + "\n")
+    _, notes = load_table(path, columns, loss_unit="bits" if columns else None)
+    found = [note for note in notes if "losses per token do not compare" in note]
+    assert bool(found) == bool(told) and (not told or told in found[0])
