@@ -60,7 +60,9 @@ def write_report(
     words = [word for request in exclude for word in ("--exclude", request)]
     command = shell.typed("linnet", "report", study_folder, *words, out=out, **changed)
     series = downstream.read_series(study, bootstrap)
-    for line in (*map("note {}".format, study.problems), *downstream.lines(series)) if tell is not None else ():
+    of_metrics = tuple(f"{score.title}: " for score in series)  # the page alone has these, one for each metric
+    absent = [f"note {problem}" for problem in study.problems if not problem.startswith(of_metrics)]
+    for line in (*absent, *downstream.lines(series)) if tell is not None else ():
         tell(line)
     figures = tuple(_in_units(study, part) for part in (draw(study), downstream.draw(study, series)))
     sections, unsupported = further.read(study, bootstrap, exclude, best_of) if laws else ([], {})

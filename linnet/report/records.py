@@ -211,10 +211,10 @@ def read_study(
         raise ConfigError([problem], "report")
     config = _read_config(folder)
     stale = renew(folder)
-    runs = [] if (folder / "table.csv").is_file() else _rows_of_runs(folder)
+    runs, unread = ([], []) if (folder / "table.csv").is_file() else _rows_of_runs(folder)
     if runs:
         units = "images" if all(IMAGES in row for row in runs) else "tokens"
-        study = Study(folder, config, check_table(runs), None, planned=False, units=units)
+        study = Study(folder, config, check_table(runs), None, planned=False, units=units, problems=unread)
         study.curves = _read_curves(study)
         study.data = {row["run"]: _data_of(folder / row["run"]) for row in runs}
         kinds = len({study.data.get(run) for run in study.usable["run"]})
@@ -307,15 +307,17 @@ def _read_table(path: Path, folder: Path):
     return check_table(rows), units
 
 
-def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
-    """The columns of a table from the run folders that lie in `folder`."""
-    rows, problems = [], []
-    for path in sorted(folder.iterdir()):
+def _rows_of_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The columns of a table from the run folders that lie in `folder`, and which of them cannot be read."""
+    rows, problems, unread = [], [], []
+    for run in RunFolder.all(folder):
+        path, reason = run.path, "config.yaml names no model"
         try:
-            run = RunFolder.open(path)
-            if "model" not in run.config:
-                continue
-        except ConfigError:
+            known = "model" in run.config
+        except ConfigError as error:
+            known, reason = False, "; ".join(error.problems)
+        if not known:
+            unread += [f"{path.name} is left out: {reason}"] if run.done or run.metrics() else []
             continue
         try:
             result = run.result() if run.done else {}
@@ -333,7 +335,7 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
         except ConfigError as error:
             problems += error.problems
     refuse(problems, "report")
-    return rows
+    return rows, unread
 
 
 def check_table(rows):

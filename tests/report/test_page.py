@@ -535,6 +535,14 @@ def test_a_run_that_nobody_can_read_hides_no_other(tmp_path, write):
             (tmp_path / name / "result.json").write_text(json.dumps({"status": "done"} | numbers))
     page = write(tmp_path)
     assert "nats per token, of good" in page.text and "1 unfinished" in page.text
+    assert not read_study(tmp_path).problems[1:]
+    for name, text in (("empty", ""), ("damaged", "model: ["), ("no-run", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text)
+        if name != "no-run":
+            (tmp_path / name / "result.json").write_text(json.dumps({"status": "done"} | numbers))
+    told = [problem for problem in read_study(tmp_path).problems if "left out" in problem]
+    assert [problem.split()[0] for problem in told] == ["damaged", "empty"]
 
 
 @pytest.mark.parametrize("other", [{"tokenizer": {"kind": "bpe"}}, {"source": ["b.txt"]}, "tokenizer.json", None])
