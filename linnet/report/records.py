@@ -22,7 +22,6 @@ from linnet.config import ConfigError, digest, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, IsoflopGroup, Law, StudyFit, fit_study
 from linnet.laws.fit.table import labels, other_tokens
 from linnet.runs import RunFolder
-from linnet.runs.model import TOKENIZER
 from linnet.runs.record import curve_rows
 from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, PLAN, TEXTS, complete, describe, load_study, read_plan, renew
 from linnet.study.sensitivity import Sensitivity, read_sensitivities
@@ -260,7 +259,7 @@ def _data_of(folder: Path) -> str:
     """Returns a digest of what a run was trained and scored on: `data`, and the tokenizer that was trained from it."""
     run = RunFolder(folder)
     settings = {name: value for name, value in (run.config.get("data") or {}).items() if name != "packing"}
-    tokenizer = folder / TOKENIZER
+    tokenizer = folder / "tokenizer.json"  # `linnet.runs.model.TOKENIZER`, whose module needs torch
     text = tokenizer.read_text(encoding="utf-8", errors="replace") if tokenizer.is_file() else ""
     return digest([settings, text])
 
