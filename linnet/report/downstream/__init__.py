@@ -6,6 +6,7 @@ held-out loss of that step makes a point of them.
 """
 
 import contextlib
+import itertools
 import math
 from dataclasses import dataclass, field
 from html import escape
@@ -204,22 +205,22 @@ def _names(runs: list[list[Evaluation]]) -> list[list[tuple[str, Evaluation]]]:
     of its content and is taken for that of its settings, if there is only one.
     """
     contents: dict[str, set[str]] = {}
-    for evaluation in (one for run in runs for one in run):
+    for evaluation in itertools.chain(*runs):
         contents.setdefault(_asked(evaluation), set()).update({evaluation.scored} - {None})
 
-    def way(evaluation: Evaluation, asked: dict[str, Any]) -> tuple:
+    def way(evaluation: Evaluation, settings: dict[str, Any]) -> tuple:
         known = contents[_asked(evaluation)]
         content = min(known) if evaluation.scored is None and len(known) == 1 else evaluation.scored
         # Losses per token compare between models of one tokenizer only.
         tokens = evaluation.model.get("tokenizer") if evaluation.kind in _PER_TOKEN else None
-        return evaluation.kind, digest(plain(asked)), content, tokens
+        return evaluation.kind, digest(plain(settings)), content, tokens
 
     several = set()
     for run in runs:
-        own: dict[tuple, set[str]] = {}
+        forms: dict[tuple, set[str]] = {}
         for evaluation in run:
-            own.setdefault(way(evaluation, common(evaluation.asked)), set()).add(digest(plain(evaluation.asked)))
-        several |= {key for key, asked in own.items() if len(asked) > 1}
+            forms.setdefault(way(evaluation, common(evaluation.asked)), set()).add(digest(plain(evaluation.asked)))
+        several |= {key for key, digests in forms.items() if len(digests) > 1}
     ways, kinds = [], {}
     for run in runs:
         ways.append([])
@@ -230,8 +231,8 @@ def _names(runs: list[list[Evaluation]]) -> list[list[tuple[str, Evaluation]]]:
             ways[-1].append(key)
     return [
         [
-            (one.kind if len(kinds[one.kind]) == 1 else f"{one.kind}-{digest(list(key))[:4]}", one)
-            for key, one in zip(keys, run, strict=True)
+            (entry.kind if len(kinds[entry.kind]) == 1 else f"{entry.kind}-{digest(list(key))[:4]}", entry)
+            for key, entry in zip(keys, run, strict=True)
         ]
         for keys, run in zip(ways, runs, strict=True)
     ]
