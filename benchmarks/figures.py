@@ -31,6 +31,7 @@ NAMES = {
     "hgrn": "HGRN",
     "gla": "GLA",
     "gdn-fla": "GDN (fla)",
+    "mamba2-fla": "Mamba-2 (fla)",
     "lightnet": "LightNet",
     "cosformer2": "cosFormer2",
     "llama": "LLaMA",

@@ -37,8 +37,8 @@ def ssd(
 
     `lightning_attention` has constant decays, `gated_linear_attention` one per channel of the key; one per head is
     faster than the latter. Value heads may share queries and keys, as in the groups of Mamba-2: there q is C, k is B,
-    v is x, `times` dt, `skip` D and the log-decay dt A. On a GPU `times` and `skip` add no pass over v to the forward
-    and two to the backward.
+    v is x, `times` dt, `skip` D and the log-decay dt A. On a GPU `times` and `skip` add no pass over v to the forward;
+    to the backward none on Hopper where value heads of 64 share keys, else two.
 
     Time and memory are linear in T. States and sums are float32. Operands of products are float32 on a CPU (float64 for
     float64 inputs), where times_t v_t is first rounded to the dtype of v; on a GPU bfloat16 inputs are multiplied as

@@ -13,8 +13,9 @@ registers; queries and keys are multiplied once for all of these heads. Where ch
 shared out. On Hopper `linnet.ops.ssd.hopper` has both in one program for the usual shapes. A last launch sums up the
 gradient of log-decays from what they have by token.
 
-Factors of values and a skip are applied in the forward's kernel. In the backward values are multiplied before, and the
-gradients of both are made after it: inside, they spilled registers (docs/negative-results.md).
+Factors of values and a skip are applied in the forward's kernel, and on Hopper in that of the gradients. In the other
+one they spilled registers (docs/negative-results.md): there values are multiplied before, and the gradients of both are
+made after it.
 
 A block has a slot in scratch memory, as the chunks of `linnet.ops.gated.triton` have.
 
