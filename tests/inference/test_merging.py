@@ -191,7 +191,8 @@ def kernels_on_a_cpu(monkeypatch):
     def product(x, weight, bias, activation, norm, early):
         if norm is not None:
             h = x if norm.residual is None else norm.h.copy_(x + norm.residual)
-            x = rms_norm(h, norm.gain, eps=norm.eps)
+            gates = {"gate": norm.gate, "gate_activation": norm.activation, "gate_first": norm.gate is not None}
+            x = rms_norm(h, norm.gain, eps=norm.eps, **gates)
         y = F.linear(x, weight, bias)
         return y if activation is None else gated_activation(*y.chunk(2, -1), activation)
 
@@ -213,6 +214,7 @@ MIXERS, CHANNELS = ({f"blocks.{block}.{kind}_norm" for block in (0, 1)} for kind
     [
         ("tnl+sglu", MIXERS | CHANNELS | {"norm"}),
         ("gdn+swiglu", MIXERS | CHANNELS | {"norm"}),
+        ("mamba2+swiglu", MIXERS | CHANNELS | {"norm"} | {f"blocks.{block}.mixer.norm" for block in (0, 1)}),
         ("tnl+moe", MIXERS | {"norm"}),  # experts read copies of the tokens that are routed to them
         ("rwkv7+swiglu", CHANNELS | {"norm"}),  # a token shift reads the norm
     ],

@@ -44,6 +44,11 @@ def check(count: int, width: int, dtype: torch.dtype, device: str) -> None:
     alone = x.double() / (x.double().square().mean(1, keepdim=True) + 1e-6).sqrt()
     norm = DeferredNorm(x, None, None, None, 1e-6)
     assert_near([matvec(x, weight, None, None, norm, early=True)], [F.linear(alone, weight.double())])
+    for activation in ("silu", "sigmoid"):
+        total = x.double() * (F.silu if activation == "silu" else torch.sigmoid)(residual.double())
+        normed = total / (total.square().mean(1, keepdim=True) + 1e-6).sqrt() * gain.double()
+        norm = DeferredNorm(x, None, gain, None, 1e-6, residual, activation)
+        assert_near([matvec(x, weight, bias, None, norm)], [F.linear(normed, *widen((weight, bias)))])
 
 
 # Rows, sizes of the matrices, their width, an activation of a gated pair.

@@ -234,14 +234,16 @@ def _step(model: CausalLM, tokens: Tensor, states: ModelState) -> tuple[Tensor, 
 
 def _defer(
     norm: SRMSNorm, fill: float | None, note: Callable | None, x, residual=None, gate=None, gate_activation="none",
-    keep=False,
+    gate_first=False, keep=False,
 ):  # fmt: skip
     gain = norm.gain()
-    if gate is not None or not _stepping.get() or not defers_norm(x, residual, gain):
-        return type(norm).forward(norm, x, residual, gate, gate_activation, keep)
+    behind = gate is not None and not gate_first
+    if behind or not _stepping.get() or not defers_norm(x, residual, gain, gate):
+        gates = {"gate": gate, "gate_activation": gate_activation, "gate_first": gate_first}
+        return type(norm).forward(norm, x, residual, **gates, keep=keep)
     if note is not None:
         note(norm)
-    y, h = defer_norm(x, residual, gain, norm.eps, fill)
+    y, h = defer_norm(x, residual, gain, norm.eps, gate, gate_activation, fill)
     return (y, h) if keep or residual is not None else y
 
 

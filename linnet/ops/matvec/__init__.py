@@ -68,11 +68,13 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str, counters: Tensor | 
 
 
 class DeferredNorm(NamedTuple):
-    """A root-mean-square norm of x + residual [1, K] that every product which reads its result computes itself.
+    """A root-mean-square norm of x + residual [1, K], or of x act(gate), that every product which reads its result
+    computes itself.
 
     Attributes:
         residual: [1, K] or None. gain: [K] or None.
         h: [1, K], where x + residual goes; None without a residual.
+        gate: [1, K] or None, without a residual; `activation` is one of `ACTIVATIONS`.
     """
 
     x: Tensor
@@ -80,32 +82,41 @@ class DeferredNorm(NamedTuple):
     gain: Tensor | None
     h: Tensor | None
     eps: float
+    gate: Tensor | None = None
+    activation: str = "none"
 
 
-def defers_norm(x: Tensor, residual: Tensor | None, gain: Tensor | None) -> bool:
-    """Whether `defer_norm` takes these: one row [1, K] on a GPU, x and the residual of one dtype, no gradient."""
+def defers_norm(x: Tensor, residual: Tensor | None, gain: Tensor | None, gate: Tensor | None = None) -> bool:
+    """Whether `defer_norm` takes these: one row [1, K] on a GPU, x with residual and gate of one dtype, no gradient."""
     alike = x.is_contiguous() and (gain is None or gain.is_contiguous())
-    if residual is not None:
-        alike = alike and residual.is_contiguous() and residual.dtype == x.dtype
+    for other in (residual, gate):
+        alike = alike and (other is None or (other.is_contiguous() and other.dtype == x.dtype))
     row = x.ndim == 2 and x.shape[0] == 1 and serves(x)
     return alike and row and _has_kernel(x, x, None)
 
 
 def defer_norm(
-    x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float, fill: float | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    gain: Tensor | None,
+    eps: float,
+    gate: Tensor | None = None,
+    activation: str = "none",
+    fill: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns y and h as `linnet.ops.norm.rms_norm`, y without values: `linear` and `gated_linear` compute them.
 
     Nothing else may read y, and nothing may read h before the first of them ran.
 
     Args:
+        gate: multiplies x before the norm, after its activation; without a residual.
         fill: values of y, and of h until it is written, for a test that nothing reads them.
     """
     y, h = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     if fill is not None:
         for values in (y,) if residual is None else (y, h):
             values.fill_(fill)
-    y.deferred_norm = DeferredNorm(x, residual, gain, None if residual is None else h, eps)
+    y.deferred_norm = DeferredNorm(x, residual, gain, None if residual is None else h, eps, gate, activation)
     return y, h
 
 

@@ -34,7 +34,8 @@ def matvec(
 ) -> Tensor:  # fmt: skip
     """x [1, K] times weight [N, K] and bias [N]: [1, N]. With an activation as `few_rows`: [1, N / 2].
 
-    With a norm, whose x this is, the product is that of its result, and x + residual is written to `norm.h`.
+    With a norm, whose x this is, the product is that of its result, and x + residual is written to `norm.h`; a gate of
+    the norm multiplies x before.
     If `early`, the first weights may be read before the kernel before has ended.
     """
     gated = activation is not None
@@ -42,21 +43,22 @@ def matvec(
     rows, columns, warps = choose_tile(width)
     y = torch.empty(1, count, dtype=x.dtype, device=x.device)
     even = count % rows == 0 and width % columns == 0
-    _, residual, gain, h, eps = norm or (x, None, None, None, 0.0)
+    _, residual, gain, h, eps, gate, of_gate = norm or (x, None, None, None, 0.0, None, "none")
     constants = (
         count, width, rows, columns, even, bias is not None, gated, ACTIVATIONS.index(activation or "none"),
-        norm is not None, residual is not None, gain is not None, early,
+        norm is not None, residual is not None, gain is not None, gate is not None, ACTIVATIONS.index(of_gate), early,
     )  # fmt: skip
-    tensors = x, residual, gain, weight, bias, y, h
+    tensors = x, residual, gain, gate, weight, bias, y, h
     launch(matvec_kernel, cdiv(count, rows), tensors, (eps,), constants, num_warps=warps)
     return y
 
 
 @triton.jit
 def matvec_kernel(
-    x, residual, gain, weight, bias, y, h, eps, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_GAIN: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr,
+    x, residual, gain, gate, weight, bias, y, h, eps, count, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_GATE: tl.constexpr,
+    GATE: tl.constexpr, EARLY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, column = program * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -85,6 +87,8 @@ def matvec_kernel(
             if program == 0:
                 tl.store(h + place, rounded, mask=place < WIDTH)
             tx = rounded.to(tl.float32)
+        if HAS_GATE:
+            tx *= _activated(load_masked(gate, place, place < WIDTH, not EVEN).to(tl.float32), GATE)
         if NORM:
             squares += tx * tx
         if HAS_GAIN:
