@@ -7,6 +7,7 @@ Every kernel of `linnet.ops` starts through `Launcher`: an op keeps one in a pla
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -218,6 +219,17 @@ def align_slices(x: Tensor | None) -> tuple[Tensor | None, int, int]:
         return align(x), 0, 0
     whole = x.stride(-1) == 1 and (x.ndim == 2 or x.stride(1) == x.shape[2])
     return (x, x[0].numel(), x.stride(0)) if whole else (x.contiguous(), 0, 0)
+
+
+def align_rows(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, int]:
+    """As `align_slices`, of x [..., *shape]: rows, of one or two axes, which may be columns of wider rows.
+
+    Returns:
+        x or its copy, [M, *shape], and the numbers from one row to the next.
+    """
+    x, width = x.reshape(-1, *shape), math.prod(shape)
+    x, _, hop = align_slices(x if x.stride(0) >= width else x.contiguous())  # an expanded axis has stride 0
+    return x, hop or width
 
 
 def cdiv(x: int, y: int) -> int:

@@ -190,6 +190,7 @@ def check_softplus_steps(rows, heads, channels, dtype=torch.float32, device="cud
         assert_agrees(lambda x, bias, rates=rates: softplus_steps(x, rates, bias)[0], inputs[0], inputs[2])
         with use_backend("triton"), launching("activation.softplus_steps_kernel"):
             softplus_decay(*inputs)
+    assert_agrees(lambda row, *others: softplus_decay(row.expand_as(x), *others), x[:1, :1], rates, bias)
     small = torch.linspace(-80, -5, 64, device=device)[:, None]
     with use_backend("triton"):
         steps, _ = softplus_steps(small, small.new_zeros(1), small.new_zeros(1))

@@ -40,10 +40,15 @@ def in_columns(x):
     return wide[..., 8:-8].requires_grad_()
 
 
-def assert_agrees(form, *sizes, silu=True, columns=False, **options):
+def tokens_first(x):
+    """The same numbers in the order [T, B, D]: of one token it is contiguous, whatever the stride of that axis."""
+    return torch.stack([*x.detach().unbind(1)]).transpose(0, 1).requires_grad_()
+
+
+def assert_agrees(form, *sizes, silu=True, layout=None, **options):
     inputs = make(*sizes, **options)
-    if columns:
-        inputs[0] = in_columns(inputs[0])
+    if layout is not None:
+        inputs[0] = layout(inputs[0])
     expected = everything([x.detach().requires_grad_() for x in widen(inputs)], "reference", silu)
     poison(expected, inputs[0].dtype)
     found = everything(inputs, form, silu)
@@ -205,7 +210,8 @@ def test_wrong_arguments_are_named():
 def test_kernels(dtype, silu):
     for T, D, W in ((1, 1, 4), (2, 100, 3), (127, 100, 3), (128, 256, 4), (129, 256, 4), (1000, 64, 8), (9, 64, 9)):
         assert_agrees("triton", 3, T, D, W, silu=silu, dtype=dtype, device="cuda", bias=D != 100)
-        assert_agrees("triton", 3, T, D, W, silu=silu, dtype=dtype, device="cuda", columns=True)
+        for layout in (in_columns, tokens_first):
+            assert_agrees("triton", 3, T, D, W, silu=silu, dtype=dtype, device="cuda", layout=layout)
 
 
 @gpu
@@ -228,8 +234,10 @@ INTERPRETED = [
     ((1, 16, 128, 3), {"bias": False, "silu": False}),
     ((1, 20, 3, 4), {}),  # two segments
     ((2, 3, 33, 8), {"silu": False}),
-    ((2, 19, 24, 4), {"columns": True}),
-    ((1, 9, 24, 4), {"columns": True, "bias": False}),
+    ((2, 19, 24, 4), {"layout": in_columns}),
+    ((1, 9, 24, 4), {"layout": in_columns, "bias": False}),
+    ((5, 1, 8, 4), {"layout": tokens_first}),
+    ((2, 3, 8, 4), {"layout": tokens_first}),
     ((1, 2, 2, 1), {}),
 ]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.device import activate, activate_and_differentiate, after_previous, softplus
-from linnet.ops.launching import Launcher, align, align_slices, cdiv, next_power_of_2
+from linnet.ops.launching import Launcher, align, align_rows, align_slices, cdiv, next_power_of_2
 
 BLOCK, WARPS = 2048, 4
 SEGMENT, COLUMNS = 256, 128  # rows and columns whose sums a program has
@@ -61,7 +61,7 @@ def softplus_steps_forward(x, rates, bias, limits: tuple[float, float], keeps_st
     """Steps, or None, and log-decays, in float32."""
     log_decay = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     steps = torch.empty_like(log_decay) if keeps_steps else None
-    (x, hop), rates, bias = _align_rows(x, bias), align(rates), align(bias)
+    (x, hop), rates, bias = align_rows(x, bias.shape), align(rates), align(bias)
     key = bias.numel(), rates.numel(), hop, x.dtype, rates.dtype, bias.dtype, x.device, keeps_steps
     _plan_steps(cdiv(x.numel(), BLOCK), *key)(x, rates, bias, steps, log_decay, x.numel(), *map(float, limits))
     return steps, log_decay
@@ -72,7 +72,7 @@ def softplus_steps_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, rates and bias."""
     dx = x.new_empty(x.shape)
-    (x, hop), rates, bias, *gradients = _align_rows(x, bias), *map(align, (rates, bias, dsteps, dlog_decay))
+    (x, hop), rates, bias, *gradients = align_rows(x, bias.shape), *map(align, (rates, bias, dsteps, dlog_decay))
     rows = x.numel() // bias.numel()
     segments = cdiv(rows, SEGMENT)
     sums = x.new_empty(segments, 2, bias.numel(), dtype=torch.float32)
@@ -81,12 +81,6 @@ def softplus_steps_backward(
     _plan_steps(segments, *key)(x, rates, bias, *gradients, dx, sums, rows, *map(float, limits))
     of_bias, of_rates = sums.sum(0)
     return dx, of_rates.view(rates.numel(), -1).sum(1).to(rates.dtype), of_bias.view(bias.shape).to(bias.dtype)
-
-
-def _align_rows(x: Tensor, bias: Tensor) -> tuple[Tensor, int]:
-    """Returns x, whose rows are as long as the bias, in place or aligned; and the numbers from one row to the next."""
-    x, _, hop = align_slices(x.reshape(-1, *bias.shape))
-    return x, hop or bias.numel()
 
 
 @functools.lru_cache(1024)

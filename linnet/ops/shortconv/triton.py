@@ -8,7 +8,7 @@ parameters, which are added up in a fixed order.
 float64 and more than 8 taps run in the chunked form.
 """
 
-import functools
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.device import LOG2_E, store_masked
-from linnet.ops.launching import Launcher, align, cdiv, next_power_of_2
+from linnet.ops.launching import Launcher, align, align_rows, cdiv, next_power_of_2
 from linnet.ops.shortconv import chunked
 
 MOST_TAPS = 8
@@ -31,9 +31,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | Non
     """y [R, T, D]; arguments as in the registered op."""
     if not _supports(x, weight):
         return chunked.forward(x, weight, bias, offset, silu)
-    inputs = _align_rows(x), *(align(y) for y in (weight, bias, offset))
     y = x.new_empty(x.shape)
-    _plan(forward_kernel, *_key(*inputs), silu)(*inputs, y)
+    _prepare(forward_kernel, x, silu, weight, bias, offset)(y)
     return y
 
 
@@ -43,11 +42,10 @@ def backward(
     """Gradients to x, weight, bias and offset (or None)."""
     if not _supports(x, weight):
         return chunked.backward(x, weight, bias, offset, silu, dy)
-    inputs = _align_rows(x), *(align(y) for y in (weight, bias, offset))
     (models, channels, width), segments = weight.shape, cdiv(x.shape[1], _segment(x.shape))
     dx = x.new_empty(x.shape)
     sums = x.new_empty(models, x.shape[0] // models * segments, width + 2, channels, dtype=torch.float32)
-    _plan(backward_kernel, *_key(*inputs), silu)(*inputs, align(dy), dx, sums)
+    _prepare(backward_kernel, x, silu, weight, bias, offset)(align(dy), dx, sums)
     total = sums.sum(1).to(weight.dtype)
     dbias = None if bias is None else total[:, width].to(bias.dtype, copy=True)
     doffset = None if offset is None else total[:, width + 1].to(offset.dtype, copy=True)
@@ -61,16 +59,15 @@ def _supports(x: Tensor, weight: Tensor) -> bool:
     return not backend.is_wide("short_convolution", x, weight)
 
 
-def _align_rows(x: Tensor) -> Tensor:
-    """As `align`, but x [R, T, D] may be columns of a wider tensor (`linnet.ops.projections.project`)."""
-    whole = x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1) and x.stride(1) >= x.shape[2]
-    return x if whole and x.data_ptr() % 16 == 0 else align(x)
+def _prepare(kernel, x: Tensor, silu: bool, *parameters: Tensor | None) -> partial:
+    """Returns what starts a kernel on x [R, T, D], weight, bias and offset; it takes the kernel's further tensors.
 
-
-def _key(*inputs: Tensor | None) -> tuple:
-    """What a launch depends on, of x, weight, bias and offset."""
+    x may be columns of a wider tensor (`linnet.ops.projections.project`).
+    """
+    rows, hop = align_rows(x, x.shape[2:])
+    inputs = rows, *map(align, parameters)
     dtypes = tuple(None if y is None else y.dtype for y in inputs)
-    return inputs[0].shape, inputs[0].stride(1), inputs[1].shape, dtypes, inputs[0].device
+    return partial(_plan(kernel, x.shape, hop, inputs[1].shape, dtypes, x.device, silu), *inputs)
 
 
 def _block(channels: int) -> int:
@@ -86,7 +83,7 @@ def _segment(shape: torch.Size) -> int:
     return size
 
 
-@functools.lru_cache(1024)
+@lru_cache(1024)
 def _plan(kernel, shape, hop: int, weight_shape, dtypes: tuple, device: torch.device, silu: bool) -> Launcher:
     (rows, length, channels), (models, _, width) = shape, weight_shape
     block, size = _block(channels), _segment(shape)
