@@ -158,6 +158,12 @@ def log1p(x):
 
 
 @triton.jit
+def clamp(x, low, high):
+    """x, but at least `low` and at most `high`. NaN stays, which minimum and maximum of a GPU would lose."""
+    return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)) in float32; x itself from 20 on, as PyTorch's."""
-    return tl.where(x > 20.0, x, log1p(tl.exp(tl.minimum(x, 20.0))))
+    return tl.where(x > 20.0, x, log1p(tl.exp(tl.where(x > 20.0, 20.0, x))))

@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib.util
+import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -191,6 +193,11 @@ def check_softplus_steps(rows, heads, channels, dtype=torch.float32, device="cud
         with use_backend("triton"), launching("activation.softplus_steps_kernel"):
             softplus_decay(*inputs)
     assert_agrees(lambda row, *others: softplus_decay(row.expand_as(x), *others), x[:1, :1], rates, bias)
+    wide[0, 0] = float("nan")
+    for limits in ((0.0, math.inf), (0.05, 7.0)):
+        function = partial(softplus_steps, limits=limits)
+        forms = [run(function, form, (x, rates, bias)) for form in ("chunked", "triton")]
+        torch.testing.assert_close(*([y.isnan() for y in results] for results in forms))
     small = torch.linspace(-80, -5, 64, device=device)[:, None]
     with use_backend("triton"):
         steps, _ = softplus_steps(small, small.new_zeros(1), small.new_zeros(1))

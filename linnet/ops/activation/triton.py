@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import activate, activate_and_differentiate, after_previous, softplus
+from linnet.ops.device import activate, activate_and_differentiate, after_previous, clamp, softplus
 from linnet.ops.launching import Launcher, align, align_rows, align_slices, cdiv, next_power_of_2
 
 BLOCK, WARPS = 2048, 4
@@ -154,7 +154,7 @@ def softplus_steps_kernel(
     mask, column = at < count, at % C
     z = tl.load(x + at // C * HOP + column, mask=mask, other=0.0).to(tl.float32)
     z += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    step = tl.minimum(tl.maximum(softplus(z), low), high)
+    step = clamp(softplus(z), low, high)
     rate = tl.exp(tl.load(rates + column // GROUP, mask=mask, other=0.0).to(tl.float32))
     if KEEPS_STEPS:
         tl.store(steps + at, step, mask=mask)
@@ -184,9 +184,10 @@ def softplus_steps_backward_kernel(
             gradient += tl.load(dsteps + at, mask=mask, other=0.0).to(tl.float32)
         if HAS_LOG:
             passed = -rate[None, :] * tl.load(dlog_decay + at, mask=mask, other=0.0).to(tl.float32)
-            of_rates += tl.sum(passed * tl.minimum(tl.maximum(step, low), high), 0)
+            of_rates += tl.sum(passed * clamp(step, low, high), 0)
             gradient += passed
-        gradient = tl.where(mask & (step >= low) & (step <= high), gradient / (1.0 + tl.exp(-z)), 0.0)
+        gradient = tl.where((step < low) | (step > high), 0.0, gradient / (1.0 + tl.exp(-z)))  # of NaN it is NaN
+        gradient = tl.where(mask, gradient, 0.0)
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=mask)
         of_bias += tl.sum(gradient, 0)
     tl.store(sums + segment * (2 * C) + column, of_bias, mask=inside)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import LOG2_E, after_previous, load_masked, softplus, store_masked
+from linnet.ops.device import LOG2_E, after_previous, clamp, load_masked, softplus, store_masked
 from linnet.ops.gated.kernels import decayed, pack_decay
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
@@ -76,7 +76,7 @@ def step_kernel(
             gate = load_masked(decay + b * decay_stride + h * K, i, i < K, not EVEN).to(tl.float32)
             gate += load_masked(bias + h * K, i, i < K, not EVEN).to(tl.float32) if BIASED else 0.0
         if RATED:
-            time = tl.minimum(tl.maximum(softplus(gate), least_step), most_step)
+            time = clamp(softplus(gate), least_step, most_step)
             gate = -tl.exp(tl.load(rates + h).to(tl.float32)) * time
             if ERASE == 0:  # rounded as the values of the parallel form are
                 value = (time * value).to(v.dtype.element_ty).to(tl.float32)
