@@ -93,10 +93,11 @@ class LayerNorm(nn.LayerNorm):
         gate: Tensor | None = None,
         gate_activation: str = "none",
         keep: bool = False,
+        narrow: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As `linnet.ops.norm.layer_norm`; returns y, and h with a residual or `keep`.
 
-        With one of the further arguments and a gain, products follow, so that y may be narrow.
+        With one of the further arguments and a gain, y is narrow unless `narrow` is False, since products follow.
         """
         more = keep or residual is not None
         y, h = layer_norm(
@@ -108,7 +109,7 @@ class LayerNorm(nn.LayerNorm):
             gate_activation=gate_activation,
             residual=residual,
             keep=keep,
-            narrow=self.weight is not None and (more or gate is not None),
+            narrow=narrow and self.weight is not None and (more or gate is not None),
         )
         return (y, h) if more else y
 
@@ -196,9 +197,15 @@ def norm_and_gate(norm: nn.Module, x: Tensor, gate: Tensor, activation: str) -> 
     return norm(x) * ACTIVATIONS[activation](gate)
 
 
-def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns norm(x + residual) and x + residual; on a GPU in one pass, except for BatchNorm."""
-    if isinstance(norm, SRMSNorm | LayerNorm):
+def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor, narrow: bool = True) -> tuple[Tensor, Tensor]:
+    """Returns norm(x + residual) and x + residual; on a GPU in one pass, except for BatchNorm.
+
+    Args:
+        narrow: matrix products alone read the norm (`linnet.ops.norm.layer_norm`).
+    """
+    if isinstance(norm, LayerNorm):
+        return norm(x, residual=residual, narrow=narrow)
+    if isinstance(norm, SRMSNorm):
         return norm(x, residual=residual)
     total = x + residual
     return norm(total), total

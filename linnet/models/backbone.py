@@ -137,8 +137,8 @@ class Backbone(nn.Module):
             block.defers_sum = True
 
     def _last_norm(self, x: Tensor, added: Tensor | None) -> Tensor:
-        """Returns the features of a residual stream x + added; None is zero."""
-        return self.norm(x) if added is None else add_and_norm(self.norm, added, x)[0]
+        """Returns the features of a residual stream x + added; None is zero. Some models take their mean."""
+        return self.norm(x) if added is None else add_and_norm(self.norm, added, x, narrow=False)[0]
 
     def step(self, x: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
         """Computes one token, x [B, D].

@@ -13,6 +13,7 @@ from precision import TOLERANCE, assert_near, launching, poison
 
 from linnet.layers.norm import build_norm, norm_and_gate, norm_and_keep
 from linnet.models.causal_lm import build_model
+from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import family
 from linnet.ops import use_backend
 from linnet.ops.activation import gated_activation, softplus_decay, softplus_steps
@@ -356,7 +357,8 @@ def test_norm_under_autocast_is_silent_and_narrow(kind):
 
 
 def check_layer_norm_under_autocast(device="cuda"):
-    """y is in bfloat16 only where products follow: not alone, where it may be a residual stream, nor before a scale."""
+    """y is in bfloat16 only where products follow: not alone, where it may be a residual stream, nor before a scale,
+    nor after the last block, whose features a model may average."""
     x = normal(6, 64, device=device).requires_grad_()
     for affine in (True, False):
         norm = build_norm("layernorm", 64, affine=affine).to(device)
@@ -366,6 +368,13 @@ def check_layer_norm_under_autocast(device="cuda"):
         assert kept.dtype == gated.dtype == (torch.bfloat16 if affine else torch.float32)
         gradients = torch.autograd.grad(kept.float().sum() + gated.float().sum(), [x, *norm.parameters()])
         assert all(g.dtype == torch.float32 for g in gradients)
+    model = build_model(ModelConfig(d_model=64, layout="glu x2", norm="layernorm", vocab_size=64), device=device)
+    with torch.autocast(device, torch.bfloat16), use_backend("triton"):
+        expected, _ = model.backbone(x[None])
+        model.backbone.defer_sums()
+        features, _ = model.backbone(x[None])
+    assert features.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(features, expected, rtol=0.01, atol=0.01)
 
 
 def check_frozen_layer_norm(device="cuda"):
