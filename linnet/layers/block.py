@@ -20,7 +20,7 @@ from linnet.layers.norm import add_and_norm, build_norm, norm_and_keep
 from linnet.layers.positions import Grid
 from linnet.layers.ring import mix
 
-Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream, or the two terms of the sum that it is
+Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream, or two tensors whose sum it is
 _PATHS = 1 << 20  # first site of drop paths, above every site of dropout
 _CHANNEL = "channel_"  # start of the names of the channel mixer's state
 
@@ -40,13 +40,15 @@ class Block(nn.Module):
         affine: whether the norms of the blocks, and the last norm of the model, have a learned gain.
         shares: name of the mixer if it shares values with later layers (`Mixer.shares_values`), else "". `forward` and
             `step` then get these values, None in the first layer, and return them after the state.
-        defers_sum: where gradients are computed, `forward` returns x as the two terms of its last sum, which the next
-            norm forms in its own pass over memory (`Backbone.defer_sums`).
+        defers_sum: where gradients are computed, `forward` returns its last sum as a pair of terms, which the next norm
+            adds in its own pass over memory (`Backbone.defer_sums`).
+        defers_views: whether it does so if a term is a view, as a product with a bias is.
     """
 
     takes_condition: ClassVar[bool] = False
     affine: ClassVar[bool] = True
     defers_sum: bool = False
+    defers_views: bool = True
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class Block(nn.Module):
         """x [B, T, D] -> (x [B, T, D], state after the last token or None), and shared values if it `shares`.
 
         Args:
-            x: the residual stream, or the two terms of the sum that it is.
+            x: the residual stream, or two tensors whose sum it is (`defers_sum` of the block before).
             dropout_keys: from `DropoutPosition`, [B, T, 2]; None applies no dropout and drops no path. They are an
                 argument and not looked up inside, so that recomputing a block gives the masks of its first pass.
             values: what earlier layers share with this one, [B, T, C].
@@ -128,8 +130,9 @@ class Block(nn.Module):
         return self._sum(x, y), state, *shared
 
     def _sum(self, x: Tensor, y: Tensor) -> Stream:
-        """Returns the residual stream after the block."""
-        return (x, y) if self.defers_sum and torch.is_grad_enabled() else x + y
+        """Returns the residual stream x + y after the block."""
+        defers = self.defers_sum and torch.is_grad_enabled()
+        return (x, y) if defers and (self.defers_views or not (x._is_view() or y._is_view())) else x + y
 
     def _added(self, y: Tensor, norm: nn.Module) -> Tensor:
         """Returns what the output of a sublayer adds to the residual stream."""
@@ -276,12 +279,12 @@ def with_dropout(
     return y if keys[1] is None else path(y, keys[1])
 
 
-# A residual block that a vector per row modulates: adaLN-zero (DiT, arXiv:2212.09748, section 3.2).
-
-
 def as_terms(x: Stream) -> tuple[Tensor, Tensor | None]:
-    """Returns the terms of a residual stream, the second one None if there is one."""
+    """Returns the terms of the sum that a residual stream is; the second is None if the stream is one tensor."""
     return x if isinstance(x, tuple) else (x, None)
+
+
+# A residual block that a vector per row modulates: adaLN-zero (DiT, arXiv:2212.09748, section 3.2).
 
 
 class ModulatedBlock(Block):

@@ -128,13 +128,16 @@ class Backbone(nn.Module):
                 after[str(index)] = state
         return self._last_norm(*as_terms(x)), after
 
-    def defer_sums(self) -> None:
+    def defer_sums(self, views: bool = True) -> None:
         """Makes every block leave its last sum to the next norm, in eager training.
 
         Not for blocks that are recomputed, since both terms would be kept instead of their sum.
+
+        Args:
+            views: also if a term is a view; FSDP2 warns of a module that returns one.
         """
         for block in self.blocks:
-            block.defers_sum = True
+            block.defers_sum, block.defers_views = True, views
 
     def _last_norm(self, x: Tensor, added: Tensor | None) -> Tensor:
         """Returns the features of a residual stream x + added; None is zero. Some models take their mean."""

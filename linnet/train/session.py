@@ -143,7 +143,7 @@ class Session:
             return
         projections.prepare(layers_of(model))
         if self.config.run.recompute == "none" and hasattr(model.backbone, "defer_sums"):
-            model.backbone.defer_sums()
+            model.backbone.defer_sums(views=self.mesh is None)
 
     def _wrap(self, model: torch.nn.Module) -> None:
         """Adds recomputation and compilation to the blocks of a model, inside the hooks that shard it."""

@@ -452,3 +452,19 @@ def test_blocks_may_leave_their_last_sum_to_the_next_norm(name, kept):
     with torch.no_grad():
         stack(x)
     assert all(isinstance(stream, torch.Tensor) for stream in streams)
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("name, bias", [("mixer alone", "none"), ("norm of the stream", "all")])
+def test_blocks_that_may_not_return_views_add_them(name, bias, views):
+    """As under FSDP2, which gives a block views of its inputs and warns of a module that returns one."""
+    whole = build_model(model(**DEFERRED[name], bias=bias))
+    stack, outputs = whole.backbone, []
+    stack.defer_sums(views)
+    for block in stack.blocks:
+        block.register_forward_hook(lambda block, inputs, output: outputs.append(output[0]))
+    stack(torch.randn(2, 7, 16, requires_grad=True).view(2, 7, 16))
+    deferred = [isinstance(output, tuple) for output in outputs]
+    assert deferred == ([True] * len(deferred) if views else [bias == "none" and i > 0 for i in range(len(deferred))])
+    terms = [x for output in outputs for x in (output if isinstance(output, tuple) else (output,))]
+    assert any(x._is_view() for x in terms) == views
