@@ -199,6 +199,9 @@ def check_softplus_steps(rows, heads, channels, dtype=torch.float32, device="cud
         function = partial(softplus_steps, limits=limits)
         forms = [run(function, form, (x, rates, bias)) for form in ("chunked", "triton")]
         torch.testing.assert_close(*([y.isnan() for y in results] for results in forms))
+    for wrong in ((x[..., :-1, :] if channels else x[..., :-1], rates, bias), (x, bias.new_zeros(heads + 1), bias)):
+        with pytest.raises(ValueError, match="softplus_steps: x"):
+            softplus_decay(*wrong)
     small = torch.linspace(-80, -5, 64, device=device)[:, None]
     with use_backend("triton"):
         steps, _ = softplus_steps(small, small.new_zeros(1), small.new_zeros(1))

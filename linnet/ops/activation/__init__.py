@@ -131,13 +131,21 @@ def softplus_steps(
 
     Args:
         x: [..., H] or [..., H, K].
-        rates: [H].
+        rates: [H], the logarithms of the rates of decay.
         bias: [H] or [H, K], as x.
+        limits: least and largest step.
+
+    Raises:
+        ValueError: shapes that do not go together.
     """
     return _softplus_steps(x, rates, bias, limits, True)
 
 
 def _softplus_steps(x, rates, bias, limits: tuple[float, float], keeps_steps: bool) -> tuple[Tensor, Tensor]:
+    """As `softplus_steps`; without `keeps_steps` the kernel returns None for the steps."""
+    if bias.ndim not in (1, 2) or x.shape[-bias.ndim :] != bias.shape or rates.shape != bias.shape[:1]:
+        shapes = ", ".join(f"{name} {list(y.shape)}" for name, y in {"x": x, "rates": rates, "bias": bias}.items())
+        raise ValueError(f"softplus_steps: {shapes}; give x [..., H] or [..., H, K], rates [H], a bias as x")
     plain = is_plain((x, rates, bias)) and backend.use_triton("activation", x.is_cuda) and x.numel() > 0
     if plain and not backend.is_wide("softplus_steps", x, rates, bias):
         return _apply_softplus_steps(x, rates, bias, limits, keeps_steps)

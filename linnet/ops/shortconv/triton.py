@@ -24,7 +24,7 @@ MOST_TAPS = 8
 CHANNELS = 128  # of a program, 4 a thread
 READ_AHEAD, READ_AHEAD_BACKWARD = 4, 8  # tokens read at a time
 SEGMENT, LEAST_SEGMENT = 128, 16  # tokens of a program; the fewest, where longer segments keep a GPU idle
-PROGRAMS = 1024
+PROGRAMS = 1024  # fewer leave processors of a GPU idle
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool) -> Tensor:
