@@ -426,10 +426,11 @@ def read_yaml(path: str | Path) -> dict:
     except (FileNotFoundError, NotADirectoryError):
         here = "" if path.is_absolute() else f" (relative ones start in {Path.cwd()})"
         beside = {file.parent.name: file for file in path.parent.glob("*/study.yaml")}
-        beside |= {file.stem: file for file in path.parent.glob("*.yaml")}
+        beside |= {file.stem: file for file in path.parent.glob("*.yaml") if file.exists()}
         near = difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.6)
         fix = f"did you mean {str(beside[near[0]])!r}?" if near else f"give its path{here}"
-        raise ConfigError([f"{path}: no such file; {fix}"]) from None
+        what = f"a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "no such file"
+        raise ConfigError([f"{path}: {what}; {fix}"]) from None
     except DuplicateKeys as error:
         raise ConfigError(error.problems, str(path)) from None
     except ConfigError:

@@ -524,8 +524,11 @@ def test_a_configuration_that_is_not_there_names_a_near_one_or_where_paths_start
     for name in ("studies/mine/study.yaml", "runs/mine/config.yaml", "configs/other.yaml"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("a: 1\n")
+    (tmp_path / "lost.yaml").symlink_to("gone.yaml")  # as in a copy of configs/ alone
     monkeypatch.chdir(tmp_path)
     for path, problem in (
+        ("lost.yaml", r"lost\.yaml: a link to gone\.yaml, which does not exist; give its path \(relative"),
+        ("losst.yaml", r"losst\.yaml: no such file; give its path \(relative ones start in "),
         ("studies/mine", r"studies/mine: a folder; give a YAML file, such as studies/mine/study\.yaml$"),
         ("studies/mne", r"studies/mne: no such file; did you mean 'studies/mine/study\.yaml'\?$"),
         ("runs/mine", r"runs/mine: a folder; give a YAML file, such as runs/mine/config\.yaml$"),
