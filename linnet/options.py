@@ -30,7 +30,7 @@ import math
 import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import UnionType
@@ -238,6 +238,21 @@ QUIET = 5.0  # seconds between two lines about progress where the output is not 
 STEADY = 30.0  # the same for a bar, which may last for hours
 UNKNOWN = "–"
 RULED = {"pad_edge": False, "box": SIMPLE}
+
+
+def end_with_failed(folders: Sequence[Path], console: Console) -> None:
+    """Ends the command with exit code 1 if runs failed, after a line that names the error of the first.
+
+    Args:
+        folders: run folders with an error.txt. A run that diverged has a result, so it is not one of them.
+    """
+    if not folders:
+        return
+    runs = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
+    others = ", and error.txt in the folders of the others" if len(folders) > 1 else ""
+    line = f"[red]{runs} failed[/]; see {escape(str(folders[0] / 'error.txt'))}{others}; the same command tries again"
+    console.print(line, highlight=False, soft_wrap=True)
+    raise typer.Exit(1)
 
 
 def make_table(*columns: str, rows: Iterable[Iterable[str]] = (), no_wrap: bool = False, style: Mapping = {}) -> Table:

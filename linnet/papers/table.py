@@ -3,6 +3,7 @@ and what was not run."""
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -124,6 +125,7 @@ def table(
         "note": item.note,
         "rates": _unknown_sensitivity(work, outcomes),
         "skipped": skipped,
+        "failed": [os.path.relpath(path, work.folder) for outcome in outcomes.values() for path in outcome.failed],
         "notes": list(dict.fromkeys([*notes, *more])),
         "steps": {
             name: {"verb": work.every[name].step.verb, "runs": outcome.runs, "flops": outcome.flops}

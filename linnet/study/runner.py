@@ -54,10 +54,16 @@ LOCK_PATIENCE = 60.0  # seconds to wait for a run that a worker of a killed stud
 
 @dataclass(frozen=True)
 class StudyResult:
-    """The result of a study: its folder, and the rows of its table. `broken` lists the rows that are not done."""
+    """The result of a study.
+
+    Attributes:
+        rows: of its table. `broken` lists those that are not done.
+        failed: folders of the planned runs without a result. A run that diverged has one.
+    """
 
     folder: Path
     rows: list[dict[str, Any]]
+    failed: tuple[Path, ...] = ()
 
     @property
     def broken(self) -> list[dict[str, Any]]:
@@ -83,7 +89,7 @@ def run_study(
         console: shows progress; default: no output.
 
     Returns:
-        The folder of the study and the rows of its table.
+        The folder of the study, the rows of its table, and the folders of the runs that failed.
 
     Raises:
         ConfigError: the configuration, its data or an evaluation is wrong, or another process works in the folder.
@@ -118,7 +124,8 @@ def run_study(
             _train(missing, folder / RUNS, cache, config, seconds, console)
         rows = collect(folder)
         write_differences(folder, config.architectures, rows)
-        return StudyResult(folder, rows)
+        paths = [folder / RUNS / run.run for run in plan.all_runs]
+        return StudyResult(folder, rows, tuple(path for path in paths if not RunFolder(path).done))
 
 
 def train_run(job: Job) -> str:

@@ -55,12 +55,14 @@ class Tuned:
 
     Attributes:
         before: the laws that rates.yaml had before. Those of architectures without a new law stay in it.
+        failed: folders of runs without a result.
     """
 
     folder: Path
     vertices: dict[str, dict[int, Vertex]]
     laws: dict[str, TunedRate]
     before: dict[str, TunedRate]
+    failed: tuple[Path, ...]
 
     @property
     def refused(self) -> list[str]:
@@ -140,7 +142,7 @@ def tune(
         places[_key(sweep)] = list(range(-(rates // 2), rates // 2 + 1))
     for _ in range(EXTENSIONS + 1):
         plan = plan_sweeps(config, sweeps, places, seeds, target, folder)
-        run_study(plan.config, folder, Path(out) / CACHE, plan=plan, console=console)
+        trained = run_study(plan.config, folder, Path(out) / CACHE, plan=plan, console=console)
         vertices = read_vertices(folder / TUNE)
         waiting = [sweep for sweep in sweeps if vertices[sweep.architecture.name][sweep.width].side]
         for sweep in waiting:
@@ -153,7 +155,7 @@ def tune(
                 tell(f"{sweep.architecture.name} at width {sweep.width}: {reason}; adding {new_rates}")
         if not waiting:
             break
-    return _write(folder / TUNE, config, plan)
+    return _write(folder / TUNE, config, plan, trained.failed)
 
 
 def check_rates(rates: int) -> None:
@@ -193,14 +195,14 @@ def plan_sweeps(
     return Plan(whole, tuple(runs), ())
 
 
-def _write(folder: Path, config: StudyConfig, plan: Plan) -> Tuned:
+def _write(folder: Path, config: StudyConfig, plan: Plan, failed: tuple[Path, ...]) -> Tuned:
     vertices, before = read_vertices(folder), _laws_in(folder)
     laws = {name: law for name, widths in vertices.items() if (law := fit_rates(widths)) is not None}
     if laws:
         spent = {"target": f"{plan.config.targets[0]:g} {'FLOPs' if plan.config.budgets else 'tokens'} per run"}
         laws = {name: law.model_copy(update=spent) for name, law in laws.items()}
         write_rates(Rates(study=config.name, architectures=before | laws), folder / RATES)
-    return Tuned(folder, vertices, laws, before)
+    return Tuned(folder, vertices, laws, before, failed)
 
 
 def _laws_in(folder: Path) -> dict[str, TunedRate]:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.runs import RunFolder
+from linnet.study import runner
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +54,36 @@ def test_a_variant_that_diverged_is_named_where_its_difference_would_stand(confi
     config.write_text(yaml.safe_dump(values | {"architectures": ["tnl", wild]}))
     shown = linnet("study", config, "--no-report", "--out", tmp_path / "studies")
     assert "diverged: " in shown and "wild: no difference from its base tnl" in shown and "`base: NAME`" in shown
+
+
+def test_a_failed_run_ends_the_command_with_code_1_after_the_laws(config, tmp_path, monkeypatch):
+    train = runner._train_alone
+
+    def full(settings, *folders):
+        if settings.model.d_model == 8 and settings.model.layout.startswith("tnl"):
+            folder = runner.run_folder(settings, *folders)
+            raise OSError(28, "No space left on device", str(folder.path))
+        return train(settings, *folders)
+
+    command = ["study", str(config), "--no-report", "--set", "budgets=[4e8]", "--out", str(tmp_path / "studies")]
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "_train_alone", full)
+        failed = CliRunner().invoke(app, command)
+    assert failed.exit_code == 1 and "What you may conclude" in failed.output, failed.output
+    path = re.search(r"1 run failed; see (\S+)", failed.output.rpartition("What you may conclude")[2])[1]
+    assert "No space left on device" in Path(path.rstrip(";")).read_text()
+    assert "1 run failed" not in linnet(*command)
+
+
+def test_a_study_of_which_every_run_diverges_says_which_rate_to_try(config, tmp_path):
+    given = ["--set", "learning_rate=1e4", "--set", "budgets=[4e8]", "--set", "sizes=[[8, 1]]"]
+    result = CliRunner().invoke(app, ["study", str(config), *given, "--no-report", "--out", str(tmp_path / "studies")])
+    assert result.exit_code == 1 and result.output.count("diverged: ") == 2, result.output
+    assert "--set learning_rate=1e+03 (it was 10000)" in result.output and "failed" not in result.output
+    values = yaml.safe_load(config.read_text()) | {"sizes": [[8, 1]], "budgets": [4e8]}
+    config.write_text(yaml.safe_dump(values | {"architectures": [{"name": "tnl", "learning_rate": 1e4}]}))
+    result = CliRunner().invoke(app, ["study", str(config), "--no-report", "--out", str(tmp_path / "own")])
+    assert "lower learning_rate of tnl, or find it with linnet study tune" in result.output
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -21,6 +21,19 @@ def job(folder: Path, **changes) -> Job:
     return Job("004 x, layers", step, form, CONFIG | {"state": 0} | changes, {}, [3], folder, folder)
 
 
+def test_runs_that_failed_are_counted_apart_from_those_that_are_not_finished(monkeypatch, tmp_path):
+    def train(work, **options):
+        for planned in work.missing[:2]:
+            RunFolder.create(work.folder / "runs", planned.config).write_error("out of memory")
+
+    monkeypatch.setattr(mad, "train", train)
+    mad.run(asked := job(tmp_path), {}, Console(quiet=True))
+    done = mad.collect(asked, read_planned(asked), {})
+    assert len(done.failed) == 2 and all((path / "error.txt").is_file() for path in done.failed)
+    planned = sum(len(names) for names in read_planned(asked)[0].about["runs"].values())
+    assert done.runs == 0 and done.unfinished == planned - 2
+
+
 @pytest.mark.thorough
 def test_layers_and_numbers(monkeypatch, tmp_path):
     monkeypatch.setitem(BUDGETS, "smoke", Budget("smoke", "", True, False, grid=(GridPoint(1e-2, 0.0),), **TINY))

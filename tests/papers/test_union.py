@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -12,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 from reproduce_items import make_items
 from rich.console import Console
+from typer.testing import CliRunner
 
+from linnet.cli import app
 from linnet.config import ConfigError
 from linnet.papers.library import read_library
 from linnet.papers.prepare import prepare
@@ -21,6 +24,7 @@ from linnet.papers.table import Request
 from linnet.papers.verbs import base, models, train
 from linnet.runs import RunFolder
 from linnet.runs.folder import LockedError
+from linnet.study import runner
 
 ITEM = """
 title: a study, trainings and what follows them
@@ -77,6 +81,24 @@ def whole(library, tmp_path_factory):
     """(out, result) of one call for everything."""
     out = tmp_path_factory.mktemp("whole")
     return out, call(library, out)
+
+
+def test_runs_of_a_study_that_fail_end_the_command_with_code_1(tmp_path, monkeypatch):
+    make_items(tmp_path)
+    item = ITEM.partition("    - verb: train")[0] + STUDY + "    - {verb: models, config: {recipes: [tnl-10m]}}\n"
+    item = item.replace("TEXT", str(tmp_path / "text.txt")).replace("executor.workers: 1", "executor.kind: inline")
+    (tmp_path / "items" / "900" / "table3.yaml").write_text(item.replace("seeds: [0, 1]", "seeds: [0]"))
+    folders = ["--items", str(tmp_path / "items"), "--out", str(tmp_path / "out")]
+    command = ["reproduce", "900", "table3", *folders]
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "_train_alone", lambda *arguments: 1 / 0)
+        failed = CliRunner().invoke(app, command)
+    assert failed.exit_code == 1 and re.search("1 run failed; see .*error.txt", failed.output), failed.output
+    (result,) = (tmp_path / "out").glob(f"*/*/{RESULT}")
+    (path,) = json.loads(result.read_text())["failed"]
+    assert "ZeroDivisionError" in (result.parent / path / "error.txt").read_text()
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 0 and json.loads(result.read_text())["failed"] == [], again.output
 
 
 def test_calls_of_steps_and_seeds_add_up_to_the_table_of_one_call(library, whole, tmp_path):

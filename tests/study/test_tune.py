@@ -14,6 +14,7 @@ from linnet.report import rates as report_rates
 from linnet.report.records import Study
 from linnet.study.config import StudyConfig
 from linnet.study.rates import read_rates
+from linnet.study.runner import StudyResult
 from linnet.study.tune import make_sweeps, tune
 
 VALUES = {
@@ -85,6 +86,7 @@ def test_another_tuning_keeps_the_rates_of_other_architectures(values, tmp_path,
             lines.append(f"{run.architecture},{width},{run.learning_rate},{run.seed},{loss},done")
         (folder / "tune").mkdir(parents=True, exist_ok=True)
         (folder / "tune" / "table.csv").write_text("\n".join(lines) + "\n")
+        return StudyResult(folder / "tune", [])
 
     monkeypatch.setattr("linnet.study.tune.run_study", train)
     file, rates = tmp_path / "small.yaml", tmp_path / "studies" / "small" / "tune" / "rates.yaml"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from linnet.options import AllowPlugins, Count, default_verb, echo_json, make_table, options, working
+from linnet.options import AllowPlugins, Count, default_verb, echo_json, end_with_failed, make_table, options, working
 
 if TYPE_CHECKING:
     from linnet.study.adaptive import Limit
@@ -47,7 +47,8 @@ def run(
     Within each compute budget a study trains models of several sizes, finds
     the size of lowest loss, and fits laws of loss, size and data against
     compute. It shows its cost before it starts. Stop it at any time: the same
-    command resumes it.
+    command resumes it. The exit code is 1 if a run failed, or if none trained
+    to its end; a run that diverged has a result.
 
     [bold]linnet study configs/demo.yaml[/]
 
@@ -103,6 +104,9 @@ def make_study(
         where: what errors call the configuration.
         further: a quantity whose interval further runs narrow, and the largest cost of these runs. Without a cost, the
             runs are only shown.
+
+    Raises:
+        typer.Exit: with code 1, after all else, if a run failed or none trained to its end.
     """
 
     from rich.console import Console
@@ -172,12 +176,16 @@ def make_study(
     sensitivities = read_sensitivities(result.folder)
     _print_differences(settings, result, sensitivities, console)
     print_sensitivities(sensitivities, len(settings.architectures), console)
+    failed = result.failed
     if len(result.broken) == len(result.rows):
+        if any(row["status"] == "diverged" for row in result.broken):
+            console.print(_lower_rate(settings, result), highlight=False, markup=False, soft_wrap=True)
+        end_with_failed(failed, console)
         raise typer.Exit(1)
     if question:
         from linnet.cli.study.adaptive import narrow
 
-        narrow(settings, points, out, question, limit, console)
+        failed = narrow(settings, points, out, question, limit, console)
     laws = _fit(result.folder, console)
     print_laws(laws, console)
     from linnet.report.findings import conclude
@@ -198,6 +206,7 @@ def make_study(
         console.print(f"\nreport: [bold]{escape(str(page))}[/]", highlight=False, soft_wrap=True)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    end_with_failed(failed, console)
     return page
 
 
@@ -372,6 +381,20 @@ def _print_differences(settings: "StudyConfig", result: "StudyResult", sensitivi
         if mark := words(sensitivities, row.architecture, row.base, abs(row.bits), math.log(2)):
             text = f"{row.architecture} and {row.base} at {row.size}, {count(row.target)} {read[1:]}: {mark}"
             console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _lower_rate(settings: "StudyConfig", result: "StudyResult") -> str:
+    """Returns what to do if no run trained to its end and some diverged."""
+    rates = [row["learning_rate"] for row in result.rows if row["status"] == "diverged" and row["learning_rate"]]
+    own = [architecture.name for architecture in settings.architectures if architecture.learning_rate]
+    if own or not rates:
+        fix = f"lower learning_rate{' of ' + ', '.join(own) if own else ''}"
+    else:
+        fix = f"lower the learning rate, for example --set learning_rate={min(rates) / 10:.1g}"
+        fix += f" (it was {min(rates):g}{f' to {max(rates):g}' if max(rates) > min(rates) else ''})"
+    every = all(row["status"] == "diverged" for row in result.rows)
+    what = "every run diverged" if every else "every run diverged or failed"
+    return f"{what}, so there is nothing to fit; {fix}, or find it with linnet study tune"
 
 
 def _check_mixers(settings) -> None:

@@ -42,14 +42,17 @@ def show_proposals(plan: Plan, folder: Path, question: Question, console: Consol
 
 def narrow(
     settings: StudyConfig, own: list[Point], out: Path, question: Question, limit: Limit, console: Console
-) -> None:
+) -> tuple[Path, ...]:
     """Trains further runs of a study until an interval is reached, or the rest would cost more than the limit.
+
+    Returns the folders of all runs of the study that failed.
 
     Args:
         settings: the study with the runs that earlier calls added, which are done.
         own: the points that its file has; the others count towards the limit.
     """
     folder, costs = out / settings.name, None
+    failed: tuple[Path, ...] = ()
     while True:
         plan = make_plan(settings, check_data=False, cache=out / CACHE, root=folder / RUNS)
         costs = costs or step_costs(plan)
@@ -59,14 +62,14 @@ def narrow(
             seconds = costs and {
                 run.run: seconds_of(costs[run.architecture], run.steps, run.flops) for run in plan.all_runs
             }
-            run_study(settings, out, plan=plan, seconds=seconds, console=console)
+            failed = run_study(settings, out, plan=plan, seconds=seconds, console=console).failed
         proposals = _proposals(plan, folder, question, MOST)
         for proposal in proposals:
             _say(console, _state(proposal, question))
         waiting = [proposal for proposal in proposals if not proposal.reached]
         waiting.sort(key=lambda proposal: proposal.flops)
         if not waiting:
-            return
+            return failed
         left = prices.left(limit, [point for point in settings.points if point not in own])
         chosen: list[Candidate] = []
         for proposal in waiting:
@@ -81,7 +84,7 @@ def narrow(
                     size = min(size, max(prices.workers, math.ceil(size / ROUND)))
                 chosen += proposal.runs[:size]
         if not chosen:
-            return
+            return failed
         _say(console, f"training {prices.text(chosen)} more")
         settings = with_points(settings, [run.point for run in chosen])
 

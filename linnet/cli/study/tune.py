@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from linnet.options import WIDE, AllowPlugins, Count, echo_json, make_table, options, working
+from linnet.options import WIDE, AllowPlugins, Count, echo_json, end_with_failed, make_table, options, working
 
 if TYPE_CHECKING:
     from linnet.study.tune import Tuned
@@ -36,7 +36,7 @@ def tune(
     more rates there. NAME/tune/rates.yaml has the result: a study reads it by
     learning_rate: {from: studies/NAME/tune/rates.yaml}. Other architectures
     that the file has keep their rates. Stop at any time: the same command
-    resumes.
+    resumes. The exit code is 1 if a run failed, or if no law was found.
 
     [bold]linnet study tune configs/demo.yaml --widths 32,64,128[/]
 
@@ -101,6 +101,7 @@ def tune(
         print_rates(tuned, console)
     for line in _earlier(tuned):
         tell(line)
+    end_with_failed(tuned.failed, console)
     if not tuned.laws:
         raise typer.Exit(1)
 

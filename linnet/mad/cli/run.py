@@ -7,7 +7,19 @@ import typer
 from rich.markup import escape
 
 from linnet.config import FIGURES, ConfigError, count_of, gather, grouped, not_installed, override, parse, refuse
-from linnet.options import RULED, WIDE, AsJson, Count, by_option, echo_json, make_table, options, parse_seeds, working
+from linnet.options import (
+    RULED,
+    WIDE,
+    AsJson,
+    Count,
+    by_option,
+    echo_json,
+    end_with_failed,
+    make_table,
+    options,
+    parse_seeds,
+    working,
+)
 
 # Short column titles, so that the table fits into 80 characters.
 SHORT = {
@@ -52,7 +64,8 @@ def run(
     Every setting of a task is trained at several learning rates and weight
     decays; the best on a validation split counts, with its accuracy on the
     test split. The same command resumes a stopped run, and another
-    architecture joins the table of the folder.
+    architecture joins the table of the folder. The exit code is 1 if a run
+    failed; a run that diverged has a result.
 
     [bold]linnet mad run "tnl+swiglu x2" "attention+swiglu x2"[/]
 
@@ -169,12 +182,7 @@ def run(
             print_numbers(result.folder, console)
         page = _page(result.folder) if report else None
         console.print(f"in {result.folder}" if page is None else f"report: {page}", markup=False)
-    if result.failed:
-        first = result.folder / RUNS / next(iter(result.failed)) / "error.txt"
-        runs = "1 run" if len(result.failed) == 1 else f"{len(result.failed)} runs"
-        others = ", and error.txt in the folders of the others" if len(result.failed) > 1 else ""
-        console.print(f"[red]{runs} failed[/]; see {escape(str(first))}{others}")
-        raise typer.Exit(1)
+    end_with_failed([result.folder / RUNS / name for name in result.failed], console)
 
 
 def print_plan(work, bundle: int | None, console) -> None:

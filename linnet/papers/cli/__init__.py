@@ -12,7 +12,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linnet.options import RULED, AsJson, default_verb, echo_json, make_table, open_page, options, parse_seeds
+from linnet.options import (
+    RULED,
+    AsJson,
+    default_verb,
+    echo_json,
+    end_with_failed,
+    make_table,
+    open_page,
+    options,
+    parse_seeds,
+)
 
 if TYPE_CHECKING:
     from linnet.papers.item import Form
@@ -329,6 +339,7 @@ def items(
     Without ITEM: every item with its state, the data and hardware it needs,
     and the cost of both sizes. With ITEM: the table beside the printed one,
     and a verdict on each claim. The same command does only what is missing.
+    The exit code is 1 if a run failed; a run that diverged has a result.
 
     The settings of an item are those of its file; there is no --set.
 
@@ -412,6 +423,8 @@ def items(
         echo_json(results)
     elif len(works) == 1:
         console.print(f"a page of all that was run: linnet reproduce report {out}", markup=False)
+    failed = [work.folder / path for work, result in zip(works, results, strict=True) for path in result["failed"]]
+    end_with_failed(failed, console)
 
 
 @contextlib.contextmanager

@@ -174,6 +174,7 @@ class Outcome:
         seconds: as the runs recorded them.
         runs, flops: of the finished runs; None if the step has none, or they are not counted.
         unfinished: number of runs that some call planned and that have no result.
+        failed: folders of runs that ended with an error. A run that diverged has a result.
     """
 
     records: list[Record]
@@ -182,6 +183,7 @@ class Outcome:
     runs: int | None = None
     flops: float | None = None
     unfinished: int = 0
+    failed: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)

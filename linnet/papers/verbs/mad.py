@@ -82,9 +82,11 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
             values |= {key: float(value) for key, value in more.items() if value is not None}
             records.append(Record(name, seed, values))
     runs = sum(len(runs) for plan in planned for runs in plan.about["runs"].values())
-    unfinished = sum(map(len, left.values()))
+    missing = [folder / RUNS / run for names in left.values() for run in names]
+    failures = tuple(path for path in missing if RunFolder(path).error() is not None)
     flops = math.fsum(plan.about["flops"] for plan in planned)
-    return Outcome(records, folder, runs=runs - unfinished, flops=flops, unfinished=unfinished)
+    unfinished = len(missing) - len(failures)
+    return Outcome(records, folder, runs=runs - len(missing), flops=flops, unfinished=unfinished, failed=failures)
 
 
 def _left(folder: Path, runs: Sequence[str]) -> list[str]:

@@ -85,7 +85,9 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
         values.pop("seconds", None)
         failed = "" if row["status"] == "done" else f"the run {row['status']}"
         records.append(Record(_label(job, about), about["seed"], values, run=path / row["path"], failed=failed))
-    return Outcome(records, path, math.fsum(seconds), len(records), math.fsum(flops), len(runs) - len(records))
+    failures = tuple(path / row["path"] for row in rows if row["status"] == "failed")
+    unfinished = len(runs) - len(records)
+    return Outcome(records, path, math.fsum(seconds), len(records), math.fsum(flops), unfinished, failures)
 
 
 def _merge(path: Path, planned: Sequence[Planned], runs: dict[str, dict[str, Any]]) -> None:
