@@ -673,6 +673,9 @@ def _explained(cls: type[BaseModel], problem: dict) -> str:
         return f"{at}must be a mapping of keys to values (given {text})"
     cause = problem.get("ctx", {}).get("error")
     message = problem["msg"].removeprefix("Value error, ")
+    for bound in problem.get("ctx", {}).values():
+        if isinstance(bound, int | float) and not 1e-4 <= abs(bound) < 1e10 and bound != 0:
+            message = re.sub(r"-?[\d.]+$", f"{bound:g}", message)  # pydantic writes out all zeros of 1e-30
     if isinstance(cause, ConfigError):  # from a part that is parsed by itself
         message = "; ".join(cause.problems)
     return at + message + ("" if problem["type"] == "value_error" else f" (given {text})")

@@ -147,6 +147,19 @@ def test_every_problem_is_reported_with_key_value_and_fix():
     assert "name: required" in text
 
 
+def test_bounds_are_shown_as_people_write_them():
+    class Bounded(Config):
+        rate: float = Field(1.0, gt=0)
+        count: int = Field(1, lt=1 << 31)
+
+    with pytest.raises(ConfigError) as caught:
+        parse(Bounded, {"rate": -1.0, "count": 1 << 40})
+    low, high = caught.value.problems
+    assert " 1e-30 (given -1.0)" in low and " 2147483648 (given" in high
+    with pytest.raises(ConfigError, match=r" 1e\+30 \(given 1e\+31\)"):
+        parse(Bounded, {"rate": 1e31})
+
+
 def test_problems_of_several_configurations_are_gathered():
     problems = ["first"]
     with gather(problems):
