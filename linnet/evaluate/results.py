@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from linnet import provenance
 from linnet.config import ConfigError, digest, gather
 from linnet.runs import RunFolder
-from linnet.runs.files import csv_text, write_atomic
+from linnet.runs.files import csv_text, read_csv, write_atomic
 from linnet.runs.record import plain
 
 if TYPE_CHECKING:  # records are read without torch
@@ -171,10 +171,9 @@ def read_evaluation(path: str | Path) -> Evaluation:
             message = f"{path}: not an evaluation of format {FORMAT}; delete the file, or evaluate again"
             raise OtherFormatError([message], "evaluations")
         items: dict[tuple[str, str], list[Item]] = {}
-        with open(path.with_name(values["items"]), encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                item = Item(row["id"], float(row["score"]), float(row["weight"]))
-                items.setdefault((row["task"], row["metric"]), []).append(item)
+        for row in read_csv(path.with_name(values["items"])):
+            item = Item(row["id"], float(row["score"]), float(row["weight"]))
+            items.setdefault((row["task"], row["metric"]), []).append(item)
         results = tuple(
             Result(
                 **{**fields, "value": math.nan if fields["value"] is None else fields["value"]},
@@ -184,7 +183,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
         )
         kept = (values["kind"], values["model"], values["asked"], results, values["detail"], values.get("scored"))
         return Evaluation(*kept)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         if isinstance(error, ConfigError):
             raise
         message = f"{path}: cannot be read ({type(error).__name__}: {error}); delete the file, or evaluate again"

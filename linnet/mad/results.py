@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnet.config import ConfigError, refuse
+from linnet.runs.files import read_csv
 
 if TYPE_CHECKING:
     from linnet.models import ModelConfig
@@ -206,11 +207,10 @@ def _rows(folder: Path, problems: list[str]):
     table = folder / TABLE
     if table.is_file():
         try:
-            with open(table, newline="", encoding="utf-8") as file:
-                for number, row in enumerate(csv.DictReader(file), start=2):
-                    yield f"{table}, line {number}", row
+            for number, row in enumerate(read_csv(table), start=2):
+                yield f"{table}, line {number}", row
         except (UnicodeDecodeError, csv.Error) as error:
-            problems.append(f"{table}: not a CSV table ({error})")
+            problems.append(f"{table}: not a whole CSV table ({error}); copy it again, or end its last line")
     for path in sorted(folder.glob(f"{RUNS}/*/result.json")):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))

@@ -31,7 +31,7 @@ from linnet.models import ModelConfig
 from linnet.models.recipes.mad import LAYERS, fit_length
 from linnet.options import duration
 from linnet.runs import RunFolder
-from linnet.runs.files import FULL, csv_text, room, write_atomic
+from linnet.runs.files import FULL, csv_text, read_csv, room, write_atomic
 from linnet.study.executors import Executor, ExecutorConfig, Job, Outcome, make_executor
 from linnet.study.progress import StudyProgress, count
 from linnet.study.timing import fit_line, seconds_of, wall_seconds
@@ -96,18 +96,17 @@ def read_known(
     known, there = {}, plan.get("models", {})
     same = {name for name, model in models.items() if name in there and not any(_changes(there[name], model))}
     try:
-        with open(table, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
-                problems.append(f"known {table}: has no column {', '.join(missing)}; linnet mad run writes it")
-            for line, row in enumerate(() if missing else reader, start=2):
-                try:
-                    values = {key: _value(key, row[key]) for key in COLUMNS[:-2]}
-                    parse_result(values)
-                    if row["architecture"] in same:
-                        known[row["run"]] = values | {"known": str(folder)}
-                except (TypeError, ValueError) as error:
-                    problems.append(f"known {table}, line {line}: {error}; delete the line")
+        reader = read_csv(table)
+        if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+            problems.append(f"known {table}: has no column {', '.join(missing)}; linnet mad run writes it")
+        for line, row in enumerate(() if missing else reader, start=2):
+            try:
+                values = {key: _value(key, row[key]) for key in COLUMNS[:-2]}
+                parse_result(values)
+                if row["architecture"] in same:
+                    known[row["run"]] = values | {"known": str(folder)}
+            except (TypeError, ValueError) as error:
+                problems.append(f"known {table}, line {line}: {error}; delete the line")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         problems.append(f"known {table}: cannot be read ({error})")
     refuse(problems, "MAD", most=8)

@@ -20,6 +20,7 @@ import pandas as pd
 from linnet import provenance
 from linnet.config import ConfigError, digest, read_yaml, refuse
 from linnet.laws.fit import ArchitectureFit, Crossing, IsoflopGroup, Law, StudyFit, fit_study
+from linnet.laws.fit.reading import unended_note
 from linnet.laws.fit.table import labels, other_tokens
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
@@ -222,6 +223,8 @@ def read_study(
         return study
     table, units = _read_table(folder / "table.csv", folder)
     study = Study(folder, config, table, None, units=units, problems=stale)
+    if not stale and (note := unended_note((folder / "table.csv").read_text(encoding="utf-8"))):
+        study.problems.append(f"table.csv, {note}")
     planned = _planned(folder)
     if planned > len(table):
         missing = planned - len(table)

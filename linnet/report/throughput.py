@@ -6,6 +6,7 @@ from pathlib import Path
 from linnet.config import FIGURES, ConfigError, check_study, grouped
 from linnet.report import shell, style, units
 from linnet.report.drawing import Figure
+from linnet.runs.files import read_csv
 
 WIDTH, HEIGHT = 300, 260
 PANELS = (
@@ -32,15 +33,14 @@ def write_throughput(rows: list[dict], folder: Path) -> list[Path]:
 def read_rows(file: Path) -> list[dict]:
     """Reads the rows of a generate.csv. Raises ConfigError if it cannot be read."""
     try:
-        with open(file, newline="", encoding="utf-8") as lines:
-            rows = list(csv.DictReader(lines))
+        rows = list(read_csv(file))
         whole, real = ("batch", "prompt", "new", "carried_bytes"), ("token_ms", "decode_tokens_per_second")
         for row in rows:
             row |= {name: int(row[name]) for name in whole if row[name]}
             row |= {name: float(row[name]) for name in real if row[name]}
     except OSError as error:
         raise ConfigError([f"{file}: cannot be read ({error.strerror})"], "linnet bench") from None
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, csv.Error) as error:
         raise ConfigError(
             [f"{file}: not a table of `linnet bench generate --out` ({error}); make it again"], "linnet bench"
         ) from None

@@ -126,6 +126,24 @@ def csv_text(columns: Iterable[str], rows: Iterable[Mapping[str, Any]], end: str
     return text.getvalue()
 
 
+def read_csv(path: Path) -> csv.DictReader:
+    """Returns the rows of a table that `csv_text` made.
+
+    Raises:
+        OSError, UnicodeDecodeError: the file cannot be read.
+        csv.Error: the last line has no end. A number that is cut off would be read as another number.
+    """
+    text = path.read_bytes().decode("utf-8")
+    if not ends_whole(text):
+        raise csv.Error("the last line has no line end, so it may be cut off")
+    return csv.DictReader(io.StringIO(text, newline=""))
+
+
+def ends_whole(text: str) -> bool:
+    """Whether the last line of a text has a line end, as that of every file has that Linnet writes."""
+    return not text or text.endswith(("\n", "\r"))
+
+
 def sync_file(path: Path) -> None:
     """Waits until the contents of a file are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -12,7 +12,7 @@ import yaml
 
 from linnet.config import ConfigError, refuse
 from linnet.runs import RunFolder
-from linnet.runs.files import csv_text, write_atomic
+from linnet.runs.files import csv_text, ends_whole, read_csv, write_atomic
 from linnet.runs.record import BY_WEIGHTS, curve_rows
 
 if TYPE_CHECKING:
@@ -189,7 +189,9 @@ def by_weights(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def renew(folder: str | Path) -> list[str]:
-    """Writes table.csv of a study again if runs of the plan have ended since: the study still runs, or was killed.
+    """Writes table.csv of a study again if it is cut off, or if runs of the plan have ended since.
+
+    They have while the study still runs, or if it was killed.
 
     Returns the problem if it cannot be written, else nothing.
     """
@@ -202,14 +204,23 @@ def renew(folder: str | Path) -> list[str]:
     text = table.read_text(encoding="utf-8", errors="replace") if table.is_file() else ""
     rows = csv.DictReader(text.splitlines())
     known = {row.get("run") for row in rows if row.get("status") not in ("unfinished", "failed")}
-    if not (lacking := ended - known):
+    if not (lacking := ended - known) and ends_whole(text):
         return []
     try:
         collect(folder)
     except (ConfigError, OSError) as error:
         reason = "; ".join(error.problems) if isinstance(error, ConfigError) else error.strerror
-        return [f"{TABLE} lacks {len(lacking)} of {len(ended)} ended runs and cannot be written again: {reason}"]
+        what = f"lacks {len(lacking)} of {len(ended)} ended runs" if lacking else "may be cut off"
+        return [f"{TABLE} {what} and cannot be written again: {reason}"]
     return []
+
+
+def read_table(path: Path, command: str) -> list[dict[str, str]]:
+    """Returns the rows of a table that a command wrote. Raises ConfigError if the file is damaged or cut off."""
+    try:
+        return list(read_csv(path))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError([f"{path}: {error}; run {command} again, which writes it anew"], "study") from None
 
 
 def columns(units: str, names: Sequence[str] = COLUMNS) -> list[str]:

@@ -6,7 +6,6 @@ The signs of a study share the 5 %: p-values are adjusted by Holm's method. In h
 equal their base, some interval alone excludes 0.
 """
 
-import csv
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from linnet.config import grouped
 from linnet.laws.orders import LEVEL, holm, t_interval, t_test
 from linnet.runs.files import write_atomic
-from linnet.study.collect import as_csv, read_plan
+from linnet.study.collect import as_csv, read_plan, read_table
 
 if TYPE_CHECKING:
     from linnet.study.architectures import Architecture
@@ -138,11 +137,11 @@ def write_differences(folder: Path, architectures: "Iterable[Architecture]", row
 
 
 def read_differences(folder: Path) -> list[Difference]:
-    """Returns the rows of differences.csv of a study folder, [] if it has none."""
+    """Returns the rows of differences.csv of a study folder, [] if it has none. Raises ConfigError if it is cut off."""
     if not (folder / DIFFERENCES).is_file():
         return []
-    with (folder / DIFFERENCES).open(newline="", encoding="utf-8") as file:
-        return [Difference(**{key: _read(key, value) for key, value in row.items()}) for row in csv.DictReader(file)]
+    rows = read_table(folder / DIFFERENCES, "linnet study")
+    return [Difference(**{key: _read(key, value) for key, value in row.items()}) for row in rows]
 
 
 def _read(key: str, value: str) -> Any:

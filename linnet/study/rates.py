@@ -7,7 +7,6 @@ a vertex), with one residual variance for all widths of an architecture; interva
 `tests/study/test_rates.py` checks their coverage by simulation.
 """
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import yaml
 from pydantic import Field
 
 from linnet.config import Config, ConfigError, nearest, parse, read_yaml
-from linnet.study.collect import TABLE
+from linnet.study.collect import TABLE, read_table
 
 TUNE = "tune"  # folder of the runs of a tuning, inside that of a study
 WIDEST = 4.0  # a width that is more than so many times the widest tuned one gets a warning
@@ -112,15 +111,18 @@ def find_vertex(losses: Losses) -> Vertex:
 
 
 def read_vertices(folder: Path) -> dict[str, dict[int, Vertex]]:
-    """Returns architecture -> width -> the best rate, from the table of a tuning folder."""
+    """Returns architecture -> width -> the best rate, from the table of a tuning folder.
+
+    Raises:
+        ConfigError: the table is cut off.
+    """
     losses: dict[str, dict[int, dict[float, dict[int, float]]]] = {}
-    with (folder / TABLE).open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["status"] not in ("done", "diverged"):
-                continue
-            loss = float(row["loss"]) if row["loss"] and row["status"] == "done" else math.inf
-            width, rate, seed = int(row["d_model"]), float(row["learning_rate"]), int(row["seed"])
-            losses.setdefault(row["architecture"], {}).setdefault(width, {}).setdefault(rate, {})[seed] = loss
+    for row in read_table(folder / TABLE, "linnet study tune"):
+        if row["status"] not in ("done", "diverged"):
+            continue
+        loss = float(row["loss"]) if row["loss"] and row["status"] == "done" else math.inf
+        width, rate, seed = int(row["d_model"]), float(row["learning_rate"]), int(row["seed"])
+        losses.setdefault(row["architecture"], {}).setdefault(width, {}).setdefault(rate, {})[seed] = loss
     return {name: {width: find_vertex(sweep) for width, sweep in widths.items()} for name, widths in losses.items()}
 
 

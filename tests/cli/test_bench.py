@@ -125,3 +125,6 @@ def test_one_case_alone_has_no_picture(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["generate.csv"]
     again = CliRunner().invoke(app, ["bench", "draw", str(tmp_path)])
     assert again.exit_code == 2 and "--batch" in again.output and "--context" in again.output
+    (table := tmp_path / "generate.csv").write_text(table.read_text().rstrip())
+    cut = CliRunner().invoke(app, ["bench", "draw", str(tmp_path)])
+    assert cut.exit_code == 2 and "no line end" in cut.output

@@ -26,7 +26,7 @@ def table(tmp_path):
                 loss = 20 * C**-0.05 + 0.3 * np.log10(N / (shift * C**0.5)) ** 2
                 lines.append(f"{name}-{len(lines)},{name},{C},{N},{1.2 * N},{C / 6 / N},{C},{loss}")
     path = tmp_path / "table.csv"
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join([*lines, ""]))
     return path
 
 
@@ -81,7 +81,7 @@ def test_it_ends_with_what_may_be_concluded_whatever_the_order_of_the_rows(table
     assert "the losses of hgrn2 and tnl cannot be told apart" in lines and found["orders"]["L"] == []
     head, *rows = table.read_text().splitlines()
     shuffled = [rows[place] for place in np.random.default_rng(0).permutation(len(rows))]
-    table.write_text("\n".join([head, *shuffled]))
+    table.write_text("\n".join([head, *shuffled, ""]))
     assert json.loads(run(table, "--bootstrap", 30, "--method", "isoflop", "--json").stdout) == found
     texts = []
     for lines in (rows, shuffled):

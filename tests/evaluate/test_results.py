@@ -56,6 +56,14 @@ def test_what_is_saved_is_read_with_its_items(tmp_path):
     }  # fmt: skip
 
 
+def test_items_that_are_cut_off_are_refused(tmp_path):
+    path = evaluation().save(tmp_path)
+    items = path.with_suffix(".csv")
+    items.write_text(items.read_text().rstrip("\n")[:-2])  # the weight 1.0 as 1
+    with pytest.raises(ConfigError, match="cannot be read.*no line end"):
+        read_evaluation(path)
+
+
 def test_another_step_or_setting_has_files_of_its_own(tmp_path):
     first = evaluation().save(tmp_path)
     assert evaluation(results=()).save(tmp_path) == first

@@ -431,6 +431,8 @@ def test_what_is_no_folder_of_results_is_refused_before_any_run(models, tmp_path
 
     (known / "mad.csv").write_text(table.replace(",0.001,", ",fast,", 1).replace(",0.01,", ",9", 1))
     refused("mad.csv, line 2", "delete the line")
+    (known / "mad.csv").write_text(table[:-1])
+    refused("mad.csv: cannot be read", "no line end")
     (known / "mad.csv").write_text("architecture\n")
     refused("has no column", "accuracy")
     (known / "mad.csv").write_text("")

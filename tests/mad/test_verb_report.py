@@ -173,6 +173,13 @@ def test_correlate_as_json(scored, studied):
     assert set(found["tasks"]) >= {"compression", "fuzzy_recall"}
 
 
+def test_a_table_that_is_cut_off_is_refused(scored):
+    text = (scored / "mad.csv").read_text()
+    (scored / "mad.csv").write_text(text.rstrip("\n"))
+    result = call("report", scored)
+    assert result.exit_code == 2 and "mad.csv: not a whole CSV table (the last line has no line end" in result.output
+
+
 def test_correlate_with_too_few_common_architectures(scored, studied):
     write_rows(scored, [row for row in rows(LEVELS) if "hyena-attention" not in row["architecture"]])
     result = call("correlate", scored, "--study", studied)

@@ -15,6 +15,8 @@ from linnet.report.records import read_study
 from linnet.runs import RunFolder
 from linnet.runs.model import read_config
 from linnet.study.collect import COLUMNS, as_csv, collect, complete, load_study, renew
+from linnet.study.differences import read_differences
+from linnet.study.rates import read_vertices
 
 RESULT = {
     "status": "done",
@@ -105,6 +107,28 @@ def test_readers_renew_a_table_that_lacks_runs_that_have_ended(folder, monkeypat
     assert rows[left["run"]]["status"] == "done" and "2.5," not in (folder / "table.csv").read_text()
     (folder / "table.csv").unlink()
     assert left["run"] in set(read_study(folder, bootstrap=0).table["run"])
+
+
+def test_readers_renew_a_table_that_is_cut_off_or_say_so(folder):
+    collect(folder)
+    table = folder / "table.csv"
+    text = table.read_text()
+    table.write_text(text[:-3])
+    assert renew(folder) == [] and table.read_text() == text
+    lines = text.splitlines()
+    names = [name for name in lines[0].split(",") if name != "loss"] + ["loss"]
+    done = next(row for row in csv.DictReader(lines) if row["status"] == "done")
+    table.write_text(",".join(names) + "\n" + ",".join(done[name] for name in names)[:-3])
+    (folder / "plan.json").unlink()
+    assert any("line 2: the last line has no line end" in note for note in load_study(folder)[2])
+    assert any("no line end" in line for line in read_study(folder, bootstrap=0).problems)
+
+
+def test_tables_that_commands_wrote_are_refused_if_cut_off(tmp_path):
+    for name, read in (("table.csv", read_vertices), ("differences.csv", read_differences)):
+        (tmp_path / name).write_text("architecture,base\na,b")
+        with pytest.raises(ConfigError, match=f"{name}: the last line has no line end.*linnet study"):
+            read(tmp_path)
 
 
 def refuse_to_write(path, text):

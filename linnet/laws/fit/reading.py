@@ -5,6 +5,7 @@ import gc
 import gzip
 import io
 import json
+import re
 import zlib
 from pathlib import Path
 
@@ -22,7 +23,7 @@ SHOWN = 12
 
 
 def read_cells(path: Path) -> pd.DataFrame:
-    """Returns the cells of a file as text. The index is the line number in the file.
+    """Returns the cells of a file as text. The index is the line number in the file; `attrs["note"]` may hold a note.
 
     A file is JSONL if its name ends in .jsonl or .ndjson (or the same with .gz), or if it begins with a brace. It is an
     array of JSON objects if it begins with a bracket; their numbers then replace line numbers.
@@ -45,6 +46,19 @@ def _parse(text: str, path: Path) -> pd.DataFrame:
     if path.name.removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson")) or text.lstrip()[:1] in ("{", "["):
         return _read_json(text, path)
     return _read_csv(text, path)
+
+
+def unended_note(text: str) -> str:
+    """Returns a note on a CSV whose last line has no line end; "" if it has one, or its last cell is not a number.
+
+    Spreadsheets may leave the line end out. A file that is cut off lacks it too, and its last number may be another.
+    """
+    last = text.rpartition("\n")[2].strip()
+    cell = re.split("[,;\t]", last)[-1].strip()
+    if text.endswith(("\n", "\r")) or not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d*)?", cell.lower()):
+        return ""
+    number = text.count("\n") + 1
+    return f"line {number}: the last line has no line end, so if the file was cut off, {cell} may be a part of a number"
 
 
 def lines_of(numbers) -> str:
@@ -77,8 +91,13 @@ def _text(path: Path) -> str:
 def _read_csv(text: str, path: Path) -> pd.DataFrame:
     header = text.partition("\n")[0]
     separator = max(",;\t", key=header.count)
-    if (plain := _read_plain(text, separator)) is not None:
-        return plain
+    cells = _read_plain(text, separator)
+    cells = _read_unusual(text, separator, path) if cells is None else cells
+    cells.attrs["note"] = unended_note(text)
+    return cells
+
+
+def _read_unusual(text: str, separator: str, path: Path) -> pd.DataFrame:
     before = csv.field_size_limit(LONGEST)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
     try:

@@ -265,7 +265,7 @@ def load_points(
 
 def _kept(path: Path, columns: dict[str, str], exclude: Sequence[str], notes: list[str], *needed: str):
     """Returns the rows of a file whose status counts and that are not excluded, the header, and those excluded."""
-    table, header = _read(path, columns, *needed)
+    table, header = _read(path, columns, notes, *needed)
     table["architecture"] = labels(table["architecture"]) if "architecture" in table else path.stem
     if "value" in needed:
         table["task"] = labels(table["task"]) if "task" in table else header["value"]
@@ -449,9 +449,10 @@ def _cluster(log_C: np.ndarray, tolerance: float) -> np.ndarray:
     return labels
 
 
-def _read(path: Path, columns: dict[str, str], *needed: str) -> tuple[pd.DataFrame, dict[str, str]]:
+def _read(path: Path, columns: dict[str, str], notes: list[str], *needed: str) -> tuple[pd.DataFrame, dict[str, str]]:
     """Returns the cells of a file by canonical name, and canonical name -> column. `needed` names columns beside N."""
     raw = read_cells(path)
+    notes += filter(None, [raw.attrs.pop("note", "")])
     header, problems = _find_columns(list(raw.columns), columns, needed)
     refuse(problems, str(path))
     # Drop columns that have a canonical name without being chosen for it: they would collide with the chosen ones.

@@ -38,6 +38,23 @@ def test_formats_give_the_same_table(tmp_path, name):
     assert table["line"].iloc[0] == (1 if "jsonl" in name else 2)
 
 
+def test_a_number_at_the_end_of_a_file_without_a_line_end_is_noted(tmp_path, monkeypatch):
+    """It may be cut off; but spreadsheets leave the line end out, so the row counts."""
+    path = tmp_path / "runs.csv"
+    written(path, runs())
+    whole = path.read_text()
+    for large in (2**20, 1):
+        monkeypatch.setattr("linnet.laws.fit.reading.LARGE", large)
+        path.write_text(whole[:-1])
+        table, notes = load_table(path)
+        assert table["loss"].iloc[-1] == 2.9 and [
+            note for note in notes if "line 9: the last line has no line end" in note
+        ]
+        for ended in (whole + "\n", whole.replace(",loss", ",loss,name").replace("\n", ",a\n", 8) + ",a"):
+            path.write_text(ended.replace("name,a", "name"))
+            assert not [note for note in load_table(path)[1] if "line end" in note], ended
+
+
 @pytest.mark.parametrize(
     "name, content, word",
     [
