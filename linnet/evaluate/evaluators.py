@@ -1,6 +1,7 @@
 """The kinds of evaluation: texts, needles, recall, tasks, and suites of tasks; rooms have more."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from linnet.config import Config, ConfigError, checking, not_installed
+from linnet.config import Config, ConfigError, checking, count_of, not_installed
 from linnet.data.records import read_documents
 from linnet.data.sources import find_files, fingerprint
 from linnet.deprecation import renamed
@@ -127,7 +128,7 @@ def _assumed(key: str, session: Session, usual: int) -> str | None:
 
 
 def text_notes(evaluators: Iterable[Evaluator], config: Mapping[str, Any]) -> list[str]:
-    """Returns notes on the texts of evaluators: line ends of Windows, and files that the model was trained on.
+    """Returns notes on the texts of evaluators: documents left out, line ends of Windows, files of the training data.
 
     Args:
         evaluators: all of a call; those without texts have no notes.
@@ -143,7 +144,16 @@ def text_notes(evaluators: Iterable[Evaluator], config: Mapping[str, Any]) -> li
     notes = []
     for scorer in scored:
         files = find_files(list(scorer.paths), "text", [], [])
-        ends = [any(b"\r\n" in text for text in read_documents(file, scorer.text_key, [])) for file in files]
+        ends, lacking, empty = [], [], Counter[str]()
+        for file in files:
+            before = empty.total()
+            ends.append(any([b"\r\n" in text for text in read_documents(file, scorer.text_key, [], empty)]))
+            lacking += [file.path] if empty.total() > before else []
+        if lacking:
+            others = f" and {len(lacking) - 1} more of {len(files)} files" if len(lacking) > 1 else ""
+            kinds = " or ".join(sorted(empty))
+            what = count_of(empty.total(), "document")
+            notes.append(f"{what} of {lacking[0]}{others} left out, because the text is {kinds}")
         if count := sum(ends):
             what = f"{count} of {len(files)} files, {files[ends.index(True)].path} first"
             fix = "texts without it score differently; convert the files (dos2unix) unless the model was trained on it"

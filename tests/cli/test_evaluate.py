@@ -346,6 +346,14 @@ def test_texts_with_windows_line_ends_and_training_data_are_noted(folder, tmp_pa
     assert "note " not in call("text", tmp_path / "tnl", folder / "a.txt").stderr
 
 
+def test_documents_without_text_are_noted(folder, tmp_path):
+    rows = [{"text": "a text"}, {"text": ""}, {"text": None}, {"text": "another"}, {"text": ""}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = call("text", folder / "tnl", tmp_path / "rows.jsonl")
+    note = f"3 documents of {tmp_path / 'rows.jsonl'} left out, because the text is empty or null"
+    assert result.exit_code == 0 and note in result.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
 def test_a_gpu_that_is_not_there(folder):
     result = call("text", folder / "tnl", folder / "a.txt", "--device", "cuda")

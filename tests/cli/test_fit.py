@@ -85,7 +85,7 @@ def test_it_ends_with_what_may_be_concluded_whatever_the_order_of_the_rows(table
     assert json.loads(run(table, "--bootstrap", 30, "--method", "isoflop", "--json").stdout) == found
     texts = []
     for lines in (rows, shuffled):
-        table.write_text("\n".join(line.partition(",")[2] for line in (head, *lines)))  # no column of runs
+        table.write_text("\n".join(line.partition(",")[2] for line in (head, *lines)) + "\n")  # no column of runs
         texts.append(run(table, "--bootstrap", 30, "--json").stdout)
     assert texts[0] == texts[1]
 
