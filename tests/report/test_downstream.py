@@ -193,6 +193,7 @@ def test_results_of_linnet_evaluate_count_too(isoflop_alone, tmp_path):
         "needle needle-easy (linnet evaluate): accuracy": (0.1, 8),
     }
     assert list(texts.values()) == [(None, 8)] * 2
+    assert all(re.match(r"text-[0-9a-f]{4} \([ab]\) ", title) for title in texts) and len({*texts}) == 2
     assert all(one.points["last"].all() and one.points["loss"].notna().all() for one in found)
 
 
@@ -237,7 +238,8 @@ def test_evaluations_of_one_name_and_other_settings_are_other_metrics(tmp_path):
         row |= {"metrics": {"bits_per_byte": 2.0}, "chance": {}}
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     found = downstream.read_series(read_study(tmp_path), 0)
-    assert sorted(sorted(one.points["run"]) for one in found) == [["one"], ["three", "two"]]
+    runs = {one.evaluation.partition(" ")[2]: sorted(one.points["run"]) for one in found}
+    assert runs == {"(a.txt)": ["one"], "(b.txt)": ["three", "two"]}
 
 
 def test_runs_without_what_others_have_are_named(isoflop_alone, tmp_path):

@@ -10,10 +10,10 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from linnet.config import ConfigError, digest
+from linnet.config import ConfigError, digest, first_names
 from linnet.evaluate.compare import common, guessing
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.laws.fit import Law
@@ -160,7 +160,7 @@ def _law(study: Study, architecture: str) -> Law | None:
 
 
 def _settings_of_training(folders: list[RunFolder]) -> dict[Path, dict[str, str]]:
-    """Returns, for each run, name -> digest of an evaluation during training whose settings differ between runs."""
+    """Returns, for each run, name -> digest and files of an evaluation in training whose settings differ between runs."""
     settings: dict[Path, dict[str, str]] = {}
     for folder in folders:
         settings[folder.path] = {}
@@ -168,15 +168,21 @@ def _settings_of_training(folders: list[RunFolder]) -> dict[Path, dict[str, str]
             entries = folder.config.get("evaluations") or []
             for entry in (entry for entry in entries if isinstance(entry, dict)):
                 about = {key: value for key, value in entry.items() if key != "every"}
-                settings[folder.path][str(entry.get("name") or entry.get("kind"))] = digest(about)
+                label = digest(about)[:4] + _files(entry.get("paths"))
+                settings[folder.path][str(entry.get("name") or entry.get("kind"))] = label
     seen: dict[str, set[str]] = {}
     for mine in settings.values():
-        for name, about in mine.items():
-            seen.setdefault(name, set()).add(about)
+        for name, label in mine.items():
+            seen.setdefault(name, set()).add(label)
     return {
-        path: {name: about[:4] for name, about in mine.items() if len(seen[name]) > 1}
-        for path, mine in settings.items()
+        path: {name: label for name, label in mine.items() if len(seen[name]) > 1} for path, mine in settings.items()
     }
+
+
+def _files(names: Any) -> str:
+    """Returns the names of files without their folders, in parentheses, at most two of them; "" if there are none."""
+    names = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+    return f" ({first_names([PurePath(str(name)).name for name in names], 2)})" if names else ""
 
 
 def _of_training(records: list[dict], unit: str, settings: dict[str, str]) -> list[tuple]:
@@ -184,7 +190,7 @@ def _of_training(records: list[dict], unit: str, settings: dict[str, str]) -> li
 
     Args:
         unit: the key of the data that were read: tokens or images.
-        settings: name of an evaluation -> digest of its settings, where runs have other settings under this name.
+        settings: name of an evaluation -> what tells its settings from those of other runs under this name.
     """
     metrics = []
     for row in records:
@@ -200,7 +206,8 @@ def _of_training(records: list[dict], unit: str, settings: dict[str, str]) -> li
 def _names(runs: list[list[Evaluation]]) -> list[list[tuple[str, Evaluation]]]:
     """Returns the evaluations of each run with their names, which are equal where settings and content are.
 
-    If the runs were evaluated with several settings, or on several contents, each name contains a digest. Settings
+    If the runs were evaluated with several settings, or on several contents, each name has a digest and the files: two
+    files of one name, or a file that changed, are told apart, and a reader sees which text a name stands for. Settings
     that are a model's own way of reading count only where one run has several of them. A record of 0.1 has no digest
     of its content and is taken for that of its settings, if there is only one.
     """
@@ -229,11 +236,17 @@ def _names(runs: list[list[Evaluation]]) -> list[list[tuple[str, Evaluation]]]:
             key = way(evaluation, evaluation.asked) if key in several else key
             kinds.setdefault(evaluation.kind, set()).add(key)
             ways[-1].append(key)
+
+    files: dict[tuple, str] = {}  # of the first evaluation: a record of 0.1 may name them otherwise
+    for key, entry in zip(itertools.chain(*ways), itertools.chain(*runs), strict=True):
+        asked = entry.asked
+        files.setdefault(key, _files(asked.get("text") or asked.get("sentences") or asked.get("data")))
+
+    def name(key: tuple, entry: Evaluation) -> str:
+        return entry.kind if len(kinds[entry.kind]) == 1 else f"{entry.kind}-{digest(list(key))[:4]}{files[key]}"
+
     return [
-        [
-            (entry.kind if len(kinds[entry.kind]) == 1 else f"{entry.kind}-{digest(list(key))[:4]}", entry)
-            for key, entry in zip(keys, run, strict=True)
-        ]
+        [(name(key, entry), entry) for key, entry in zip(keys, run, strict=True)]
         for keys, run in zip(ways, runs, strict=True)
     ]
 
