@@ -1,7 +1,8 @@
 """The requests of OpenAI's API: every key and its range.
 
-As in OpenAI's API, null means that the key is missing. A key that this server does not support is accepted only at the
-value that has no effect, so that every response matches its request. Keys that OpenAI does not have (top_k, min_p,
+As in OpenAI's API, null means that the key is missing. Every key of OpenAI's API is known. One that changes no response
+(labels, hints for a cache) is not used; any other that this server does not support is accepted only at the values that
+have no effect, so that every response matches its request. Keys that OpenAI does not have (top_k, min_p,
 repetition_penalty, stop_token_ids, ignore_eos, return_token_ids) have the names that other servers of open models use.
 
 A body, a JSON object, is read within limits of size and time.
@@ -24,6 +25,8 @@ from linnet.inference.sampling import DRAWING
 from linnet.serve.errors import ApiError, Disconnected
 
 MOST_STOPS = 16
+_UNUSED = "not used, since it changes no response"
+_ONLY_TEXT = "leave it out; responses are plain text"
 _MOST_KEYS = 64  # per object; bounds the length of the error
 
 
@@ -127,10 +130,10 @@ class _Object(Config):
 
 
 class StreamOptions(_Object):
-    """Options of a stream. `include_obfuscation` is accepted and has no effect."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(False, description="send a last chunk with the token counts")
-    include_obfuscation: bool | None = None
+    include_obfuscation: bool | None = Field(None, description=_UNUSED)
 
 
 class GenerationRequest(_Object):
@@ -153,7 +156,7 @@ class GenerationRequest(_Object):
     frequency_penalty: _only(0, fix="use repetition_penalty") = 0
     presence_penalty: _only(0, fix="use repetition_penalty") = 0
     logit_bias: _only({}, fix="leave it out") = None
-    user: str | None = Field(None, description="not used")
+    user: str | None = Field(None, description=_UNUSED)
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "GenerationRequest":
@@ -324,10 +327,21 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = Field(None, description="true, or not used without tools")
     functions: _only([], fix=_NO_TOOLS) = None
     function_call: _only("none", "auto", fix=_NO_TOOLS) = None
-    response_format: _only({"type": "text"}, fix="leave it out; responses are plain text") = None
-    modalities: _only(["text"], fix="leave it out; responses are plain text") = None
+    response_format: _only({"type": "text"}, fix=_ONLY_TEXT) = None
+    modalities: _only(["text"], fix=_ONLY_TEXT) = None
+    audio: _only(fix=_ONLY_TEXT) = None
+    prediction: _only(fix="leave it out; responses are not predicted") = None
+    moderation: _only(fix="leave it out; responses are not moderated") = None
+    web_search_options: _only(fix="leave it out; this server searches nothing") = None
+    reasoning_effort: _only("none", fix="leave it out; use chat_template_kwargs") = None
+    verbosity: _only("medium", fix="leave it out") = None
+    service_tier: _only("auto", "default", fix="leave it out; there is one tier") = None
     store: _only(False, fix="leave it out; this server does not store responses") = None
-    metadata: dict[str, str] | None = Field(None, description="not used")
+    metadata: dict[str, str] | None = Field(None, description=_UNUSED)
+    safety_identifier: str | None = Field(None, description=_UNUSED)
+    prompt_cache_key: str | None = Field(None, description=_UNUSED)
+    prompt_cache_retention: str | None = Field(None, description=_UNUSED)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=_UNUSED)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":

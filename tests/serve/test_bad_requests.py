@@ -14,7 +14,7 @@ from serving import LONG, Reply, Running, read_until, serve, wait_for
 
 from linnet.serve import _Transport, app
 from linnet.serve.errors import ApiError
-from linnet.serve.requests import CompletionRequest, parse_json
+from linnet.serve.requests import ChatRequest, CompletionRequest, parse_json
 
 TALK = [{"role": "user", "content": "x"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -155,6 +155,9 @@ def test_log_probabilities_of_a_stream_are_sent_as_they_come_and_not_held():
         ),
         ({"messages": TALK, "response_format": {"type": "json_object"}}, "response_format", "text"),
         ({"messages": TALK, "store": True}, "store", "store"),
+        ({"messages": TALK, "service_tier": "priority"}, "service_tier", "one tier"),
+        ({"messages": TALK, "reasoning_effort": "high"}, "reasoning_effort", "chat_template_kwargs"),
+        ({"messages": TALK, "audio": {"voice": "ash", "format": "wav"}}, "audio", "plain text"),
         ({"messages": TALK, "top_logprobs": 3}, "top_logprobs", "logprobs: true"),
         ({"messages": TALK, "logprobs": True, "top_logprobs": 20, "n": 7}, "top_logprobs", "or stream"),
         ({"messages": TALK, "logprobs": 3}, "logprobs", "boolean"),
@@ -190,8 +193,20 @@ def test_neutral_values_and_nulls_ask_for_nothing(tiny: Running):
     completion |= {"temperature": None, "top_p": None, "max_tokens": None, "stream_options": None}
     assert tiny.post(prompt="x", ignore_eos=True, **neutral, **completion).json["usage"]["completion_tokens"] == 32
     chat = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False, "n": None}
+    chat |= {"service_tier": "auto", "verbosity": "medium", "reasoning_effort": "none", "modalities": ["text"]}
+    chat |= {"metadata": {"a": "b"}, "safety_identifier": "me", "prompt_cache_key": "k", "prompt_cache_options": {}}
+    chat |= {"prompt_cache_retention": "24h", "parallel_tool_calls": False, "audio": None, "prediction": None}
     reply = tiny.post("/v1/chat/completions", messages=TALK, max_tokens=3, **neutral, **chat)
     assert reply.status == 200, reply.body
+
+
+def test_every_key_of_openai_is_known():
+    types = pytest.importorskip("openai.types")
+    for known, theirs in (
+        (CompletionRequest, types.completion_create_params.CompletionCreateParamsBase),
+        (ChatRequest, types.chat.completion_create_params.CompletionCreateParamsBase),
+    ):
+        assert set(theirs.__annotations__) <= set(known.model_fields)
 
 
 EMPTY = {"annotations": [], "refusal": None, "audio": None, "function_call": {}, "reasoning": ""}

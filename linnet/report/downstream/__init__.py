@@ -160,7 +160,7 @@ def _law(study: Study, architecture: str) -> Law | None:
 
 
 def _settings_of_training(folders: list[RunFolder]) -> dict[Path, dict[str, str]]:
-    """Returns, for each run, name -> digest and files of an evaluation in training whose settings differ between runs."""
+    """Returns, for each run, name -> digest and files of an evaluation in training whose settings runs differ in."""
     settings: dict[Path, dict[str, str]] = {}
     for folder in folders:
         settings[folder.path] = {}
