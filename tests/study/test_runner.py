@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from rich.console import Console
 
 from linnet.config import ConfigError, parse
 from linnet.runs import RunFolder
-from linnet.study import StudyConfig, plan, run_study
+from linnet.study import StudyConfig, plan, run_study, timing
 from linnet.study.runner import in_halves
 from linnet.study.timing import estimate, wall_seconds
+from linnet.train.device import use_threads
 
 BROKEN = """
 import torch
@@ -185,3 +187,12 @@ def test_runs_that_memory_does_not_hold_are_halved_and_those_that_are_left_go_on
         in_halves(["a"], lambda runs: train_bundle(list("abc")))
     with pytest.raises(ValueError):
         in_halves(["a", "b"], lambda runs: int("no memory"))
+
+
+@pytest.mark.parametrize(("threads", "found"), [(1, 9.0), (2, 0.5)])
+def test_a_long_step_of_several_threads_is_timed_twice(threads, found, monkeypatch):
+    """Another process that takes a core makes one step of threads that wait for each other many times as long."""
+    clock = iter([0.0, 9.0, 10.0, 10.5])
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    with use_threads(threads):
+        assert timing.fastest(lambda: None, torch.device("cpu")) == found
