@@ -386,9 +386,9 @@ def _print_differences(settings: "StudyConfig", result: "StudyResult", sensitivi
 def _lower_rate(settings: "StudyConfig", result: "StudyResult") -> str:
     """Returns what to do if no run trained to its end and some diverged."""
     rates = [row["learning_rate"] for row in result.rows if row["status"] == "diverged" and row["learning_rate"]]
-    own = [architecture.name for architecture in settings.architectures if architecture.learning_rate]
-    if own or not rates:
-        fix = f"lower learning_rate{' of ' + ', '.join(own) if own else ''}"
+    fixed = [architecture.name for architecture in settings.architectures if architecture.learning_rate]
+    if fixed or not rates:
+        fix = f"lower learning_rate{' of ' + ', '.join(fixed) if fixed else ''}"
     else:
         fix = f"lower the learning rate, for example --set learning_rate={min(rates) / 10:.1g}"
         fix += f" (it was {min(rates):g}{f' to {max(rates):g}' if max(rates) > min(rates) else ''})"
