@@ -81,8 +81,9 @@ def project(x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
     It is one product where their layer sums the gradient of x, and they have no hooks and the same options; the
     products are then views of one tensor.
     """
-    total, first = sum_of(x), linears[0]
-    joins = not torch.compiler.is_compiling() and total is not None and sums(x)
+    first = linears[0]
+    total = None if torch.compiler.is_compiling() else sum_of(x)  # a compiler does not read a graph
+    joins = total is not None and sums(x)
     if not (joins and all(_is_bare(linear) and _options(linear) == _options(first) for linear in linears)):
         return [linear(x) for linear in linears]
     weight = torch.cat([linear.weight for linear in linears])
