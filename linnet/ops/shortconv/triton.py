@@ -99,7 +99,8 @@ def _plan(kernel, shape, hop: int, weight_shape, dtypes: tuple, device: torch.de
 
 @triton.jit
 def _place(T, G, PER, D: tl.constexpr, BD: tl.constexpr, SIZE: tl.constexpr):
-    """The channels, the model, the row's first token of all rows, the first of its own, and the segment of all rows."""
+    """The channels and the model of a program; the number of its row's first token among the tokens of all rows; its
+    first token in that row; and the number of its segment among those of all rows."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     segment = tl.program_id(0) // BLOCKS
     row = segment // G

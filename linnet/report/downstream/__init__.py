@@ -239,8 +239,8 @@ def _names(runs: list[list[Evaluation]]) -> list[list[tuple[str, Evaluation]]]:
 
     files: dict[tuple, str] = {}  # of the first evaluation: a record of 0.1 may name them otherwise
     for key, entry in zip(itertools.chain(*ways), itertools.chain(*runs), strict=True):
-        asked = entry.asked
-        files.setdefault(key, _files(asked.get("text") or asked.get("sentences") or asked.get("data")))
+        names = (entry.asked.get(option) for option in ("text", "sentences", "data"))
+        files.setdefault(key, _files(next(filter(None, names), None)))
 
     def name(key: tuple, entry: Evaluation) -> str:
         return entry.kind if len(kinds[entry.kind]) == 1 else f"{entry.kind}-{digest(list(key))[:4]}{files[key]}"
