@@ -143,6 +143,38 @@ def test_gradients_on_hopper_are_equal_to_the_bit():
         assert all(x is y or torch.equal(x, y) for x, y in zip(again, first, strict=True))
 
 
+@hopper
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 64), (128, 128), (64, 128)])
+@pytest.mark.parametrize("H, group", [(1, 32), (4, 1), (2, 3)])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_sweep_on_hopper(K, V, H, group, decay):
+    assert_agrees(2, 320, K, V, H=H, group=group, decay=decay, kernel="ssd.forward_hopper_kernel")
+    assert_agrees(1, 64, K, V, H=H, group=group, decay=decay, state=False, factors="token", kernel="ssd.forward_hopper")
+
+
+@hopper
+@pytest.mark.parametrize("segments", [2, 4])  # of five chunks: the last of four segments has none
+@pytest.mark.parametrize("state", [False, True])
+def test_segments_of_a_sweep_on_hopper(segments, state, monkeypatch):
+    from linnet.ops.ssd import triton
+
+    monkeypatch.setattr(triton, "_count_segments", lambda *_: segments)
+    for K, V in ((64, 64), (128, 128)):
+        assert_agrees(2, 320, K, V, H=2, group=3, state=state, factors="token", kernel="ssd.forward_hopper_kernel")
+
+
+@hopper
+@pytest.mark.parametrize("factors", [None, "head", "token", "skip"])
+def test_long_sweep_on_hopper_is_equal_to_the_bit(factors):
+    from linnet.ops.ssd.triton import ssd_forward
+
+    assert_agrees(8, 4096, 128, 64, group=32, factors=factors, kernel="ssd.forward_hopper_kernel")
+    inputs, _ = make(8, 4096, 128, 64, group=32, factors=factors)
+    first = ssd_forward(*inputs)
+    for _ in range(50):
+        assert all(torch.equal(x, y) for x, y in zip(ssd_forward(*inputs), first, strict=True))
+
+
 def test_kernels_get_as_many_arguments_as_they_take(monkeypatch):
     """Triton's interpreter does not run those for Hopper, so that without a GPU this is all that is known of them."""
     from linnet.ops.ssd import triton
@@ -151,9 +183,11 @@ def test_kernels_get_as_many_arguments_as_they_take(monkeypatch):
     monkeypatch.setattr(triton, "is_hopper", lambda device: True)
     monkeypatch.setattr(triton, "launch", lambda *call, **options: started.append(call))
     inputs, gradients = make(2, 128, 128, 64, group=4, factors="token", device="cpu")
+    o, final = triton.ssd_forward(*inputs)
+    assert o.shape == inputs[2].shape and final.shape == inputs[6].shape
     grads = triton.ssd_backward(*inputs, *gradients)
     assert all(grad is None or grad.shape == x.shape for x, grad in zip(inputs, grads, strict=False))
-    names = ["decays", "states", "states", "gradients_hopper", "passing"]
+    names = ["decays", "forward_hopper", "decays", "states", "states", "gradients_hopper", "passing"]
     assert [kernel.__name__ for kernel, *_ in started] == [f"{name}_kernel" for name in names]
     for kernel, _, tensors, numbers, constants in started:
         assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel

@@ -1,6 +1,6 @@
-"""The gradients of `linnet.ops.ssd.kernels` for Hopper GPUs, where the tiles of a value head come through descriptors
-(TMA) while the products of the heads before run: bfloat16, keys of 64 or 128 that value heads of 64 share, sequences of
-whole chunks of 64, no documents."""
+"""The forward sweep and the gradients of `linnet.ops.ssd.kernels` for Hopper GPUs, where tiles come through descriptors
+(TMA) while products run: bfloat16, keys of 64 or 128, sequences of whole chunks of 64, no documents. The sweep takes
+values of 64 or 128, the gradients value heads of 64 that share keys."""
 
 from collections import namedtuple
 
@@ -244,3 +244,138 @@ def gradients_hopper_kernel(
         [1],
         [REGISTERS],
     )
+
+
+@gluon.jit
+def fetch_chunk(keys, values, vectors, row, number, columns, tiles, slot, wanted, BYTES: gl.constexpr):
+    """Loads, if wanted, the chunk at `row` into a slot; the decays have a `number` of chunk and head."""
+    barrier = tiles.full.index(slot)
+    mbarrier.expect(barrier, BYTES, pred=wanted)
+    tma.async_copy_global_to_shared(keys[0], [row, columns[0]], barrier, tiles.q.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(keys[1], [row, columns[0]], barrier, tiles.k.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(values, [row, columns[1]], barrier, tiles.v.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(vectors, [number * 8, 0], barrier, tiles.decays.index(slot), pred=wanted)
+
+
+# Shared memory of a sweep: S chunks in flight, and a barrier of each.
+Chunks = namedtuple("Chunks", "q k v decays full")
+
+
+@gluon.jit
+def forward_hopper_kernel(
+    q, k, v, decays, o, initial, final, sums, totals, scale, ROWS, T, N, SEGMENTS: gl.constexpr, H: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, HAS_TIMES: gl.constexpr,
+    HAS_SKIP: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """As `linnet.ops.ssd.kernels.forward_kernel`.
+
+    States and outputs are transposed, [values, keys] and [values, tokens], so that a state goes from registers into the
+    product with queries. The scores of the next chunk, which need no state, start before this chunk's output is done.
+    """
+    BLOCKS: gl.constexpr = V // BV
+    block, nh = gl.program_id(0) % BLOCKS, gl.program_id(0) // BLOCKS % (N * HV)
+    n, h, s = nh // HV, nh % HV, gl.program_id(0) // (BLOCKS * N * HV)
+    WARPS: gl.constexpr = BV // 16
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    VECTORS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    SCORES: gl.constexpr = product_layout(C // 16, C * C // 16 // WARPS, WARPS * 16 // C)
+    OUT: gl.constexpr = product_layout(WARPS, C)
+    STATE: gl.constexpr = product_layout(WARPS, K)
+    TO_OUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    TO_STATE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=STATE, k_width=2)
+    keys = (
+        tma.make_tensor_descriptor(q, [ROWS, H * K], [H * K, 1], [C, K], KEYS),
+        tma.make_tensor_descriptor(k, [ROWS, H * K], [H * K, 1], [C, K], KEYS),
+    )
+    values = tma.make_tensor_descriptor(v, [ROWS, HV * V], [HV * V, 1], [C, BV], VALUES)
+    to_o = tma.make_tensor_descriptor(o, [ROWS, HV * V], [HV * V, 1], [C, BV], VALUES)
+    vectors = tma.make_tensor_descriptor(decays, [ROWS // C * (HV * 8), C], [C, 1], [8, C], VECTORS)
+    tiles = Chunks(
+        gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS),
+        gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS),
+        gl.allocate_shared_memory(gl.bfloat16, [S, C, BV], VALUES),
+        gl.allocate_shared_memory(gl.float32, [S, 8, C], VECTORS),
+        make_barriers(S),
+    )
+    outs = gl.allocate_shared_memory(gl.bfloat16, [C, BV], VALUES)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [C, C], PAIRS)
+
+    BYTES: gl.constexpr = 2 * C * (2 * K + BV) + 32 * C
+    per = (T // C + SEGMENTS - 1) // SEGMENTS
+    first = gl.minimum(s * per, T // C)
+    chunks, row = gl.minimum(per, T // C - first), n * T + first * C  # the last segments may have no chunk
+    number = (row // C) * HV + h
+    columns = (h // (HV // H) * K, h * V + block * BV)
+    for x in gl.static_range(S):
+        fetch_chunk(keys, values, vectors, row + C * x, number + HV * x, columns, tiles, x, x < chunks, BYTES)
+
+    state = gl.zeros([BV, K], gl.float32, STATE)
+    i = gl.arange(0, K, gl.SliceLayout(0, STATE))
+    j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
+    place = nh.to(gl.int64) * (K * V) + i[None, :] * V + j[:, None]
+    if HAS_INITIAL:
+        state += gl.load(initial + place)
+    if SEGMENTS > 1:
+        for x in range(0, s):
+            before = nh.to(gl.int64) * SEGMENTS + x
+            left = gl.load(sums + before * (K * V) + i[None, :] * V + j[:, None])
+            state = state * gl.exp2(gl.load(totals + before)) + left
+    later = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :] - gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
+    no_out = gl.zeros([BV, C], gl.float32, OUT)
+    no_scores = gl.zeros([C, C], gl.float32, SCORES)
+    ends = decays + number.to(gl.int64) * (8 * C) + (3 * C - 1)  # the decay over each chunk
+    over = gl.load(ends, mask=chunks > 0, other=1.0)
+    slot = 0
+    phase = 0
+    mbarrier.wait(tiles.full.index(0), 0, pred=chunks > 0)
+    scores = warpgroup_mma(tiles.k.index(0), tiles.q.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    for x in range(0, chunks):
+        next_over = gl.load(ends + (x + 1).to(gl.int64) * (HV * 8 * C), mask=x + 1 < chunks, other=1.0)
+        tq, tk, tv = tiles.q.index(slot), tiles.k.index(slot), tiles.v.index(slot)
+        # An operand in registers is named in the wait for its product, so that it is not overwritten too early.
+        held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
+        out = warpgroup_mma(held, tq.permute((1, 0)), no_out, use_acc=False, is_async=True)
+        parts = tiles.decays.index(slot)._reinterpret(gl.float32, [8 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        coarse, fine, times = parts.slice(0, C), parts.slice(C, C), parts.slice(4 * C, C)
+        until = parts.slice(3 * C, C).load(gl.SliceLayout(0, TO_STATE))
+        if HAS_TIMES:
+            until *= times.load(gl.SliceLayout(0, TO_STATE))
+        decayed = (tv.permute((1, 0)).load(TO_STATE).to(gl.float32) * until[None, :]).to(gl.bfloat16)
+        apart = coarse.load(gl.SliceLayout(0, SCORES))[None, :] - coarse.load(gl.SliceLayout(1, SCORES))[:, None]
+        apart += fine.load(gl.SliceLayout(0, SCORES))[None, :] - fine.load(gl.SliceLayout(1, SCORES))[:, None]
+        between = gl.where(later >= 0, gl.exp2(apart) * scale, 0.0)
+        if HAS_TIMES:
+            between *= times.load(gl.SliceLayout(1, SCORES))[:, None]
+        since = parts.slice(2 * C, C).load(gl.SliceLayout(0, OUT)) * scale
+        done = warpgroup_mma_wait(1, deps=[scores])
+        state = warpgroup_mma(decayed, tk, state * over, is_async=True)
+        done *= between
+        if HAS_SKIP:
+            done += gl.where(later == 0, parts.slice(5 * C, C).load(gl.SliceLayout(1, SCORES))[:, None], 0.0)
+        tma.store_wait(0)
+        weights.store(done.to(gl.bfloat16))
+        fence_async_shared()
+        next_slot, next_phase = advance(slot, phase, S)
+        out, _ = warpgroup_mma_wait(1, deps=[out, held])
+        out = warpgroup_mma(tv.permute((1, 0)), weights, out * since[None, :], is_async=True)
+        mbarrier.wait(tiles.full.index(next_slot), next_phase, pred=x + 1 < chunks)
+        # After the last chunk these are of what lies there, and unused.
+        tk, tq = tiles.k.index(next_slot), tiles.q.index(next_slot)
+        scores = warpgroup_mma(tk, tq.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        out, state, _ = warpgroup_mma_wait(1, deps=[out, state, decayed])
+        at, ahead = row + C * (x + S), number + HV * (x + S)
+        fetch_chunk(keys, values, vectors, at, ahead, columns, tiles, slot, x + S < chunks, BYTES)
+        outs.permute((1, 0)).store(out.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(to_o, [row + C * x, columns[1]], outs)
+        over = next_over
+        slot = next_slot
+        phase = next_phase
+    warpgroup_mma_wait(0, deps=[scores])
+    tma.store_wait(0)
+    if HAS_FINAL:
+        # By the program of the last chunk.
+        if (first + chunks == T // C) & (chunks > 0):
+            gl.store(final + place, state)

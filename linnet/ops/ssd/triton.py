@@ -86,13 +86,17 @@ def ssd_forward(
     columns = call.tiles.columns
     programs = call.states * call.HV * cdiv(call.V, columns)
     segments = _count_segments(call, programs)
+    states = initial_state is not None, final is not None
     sums = call.sum_up(call.k, call.v, segments, False)
+    tensors = call.q, call.k, call.v, call.decays, o, align(initial_state), final, *sums
+    if _suits_hopper_forward(call):
+        _start_hopper_forward(call, tensors, programs, segments, states)
+        return o, final
     constants = (
         call.T, call.states, segments, *call.sizes, call.tiles.chunk, call.tiles.block, pad(call.K), columns,
-        skip is not None, times is not None, initial_state is not None, final is not None, *call.flags,
-        call.tiles.stages,
+        skip is not None, times is not None, *states, *call.flags, call.tiles.stages,
     )  # fmt: skip
-    tensors = call.q, call.k, call.v, call.decays, o, align(initial_state), final, *sums, call.cu_seqlens
+    tensors = *tensors, call.cu_seqlens
     launch(forward_kernel, programs * segments, tensors, (call.scale,), constants, num_warps=call.tiles.warps)
     return o, final
 
@@ -134,11 +138,26 @@ def ssd_backward(
     return dq, dk, dv, dg, dtimes, None if skip is None else dskip.sum_to_size(skip.shape).to(skip.dtype), dinitial
 
 
+def _suits_hopper_forward(call: "Call") -> bool:
+    """Whether the sweep may run in the kernel for Hopper."""
+    even = call.cu_seqlens is None and call.T % call.tiles.chunk == 0
+    widths = call.K in (64, 128) and call.V in (64, 128)
+    return even and widths and call.q.dtype == torch.bfloat16 and is_hopper(call.q.device)
+
+
+def _start_hopper_forward(call: "Call", tensors: tuple, programs: int, segments: int, states: tuple) -> None:
+    from linnet.ops.ssd.hopper import forward_hopper_kernel  # Gluon may be missing from a release of Triton
+
+    flags = [x is not None for x in call.factors]
+    constants = (
+        call.B * call.T, call.T, call.B, segments, *call.sizes, call.tiles.chunk, call.tiles.columns, *flags, *states, 2
+    )  # fmt: skip
+    launch(forward_hopper_kernel, programs * segments, tensors, (call.scale,), constants, num_warps=4, scratch=True)
+
+
 def _suits_hopper(call: "Call") -> bool:
     """Whether the gradients run in the kernel for Hopper: with a key for each value head it gains nothing."""
-    even = call.cu_seqlens is None and call.T % call.tiles.chunk == 0
-    widths = call.K in (64, 128) and call.V == call.tiles.chunk and call.HV > call.H
-    return even and widths and call.q.dtype == torch.bfloat16 and is_hopper(call.q.device)
+    return _suits_hopper_forward(call) and call.V == call.tiles.chunk and call.HV > call.H
 
 
 def _start_hopper(call: "Call", tensors: tuple, slices: int) -> None:
