@@ -4,11 +4,12 @@
 
 Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,816, 50,304 tied tokens. A step is a
 forward, a backward and a fused AdamW step on `--tokens` random tokens cut into sequences of each length, in bfloat16:
-autocast over float32 weights, as `linnet train` does it, or `--weights bfloat16`. `--compile` and `--recompute` hold
-for all models of the run. `llama-transformers` is transformers' Llama with SDPA, `hgrn2-fla` flash-linear-attention's
-HGRN2 (its first step compiles and tunes for minutes), `gdn-fla` its Gated DeltaNet with heads as ours, `mamba2-fla` its
-Mamba-2, which needs mamba_ssm and causal_conv1d (PyPI has them as source). A block of `mamba2` has no channel mixer, so
-it has 48 of them, as its published model of 370M.
+autocast over float32 weights, as `linnet train` does it, or `--weights bfloat16`. `--compile`, `--graph` (forward and
+backward as one CUDA graph, as `run.graph` of a training) and `--recompute` hold for all models of the run.
+`llama-transformers` is transformers' Llama with SDPA, `hgrn2-fla` flash-linear-attention's HGRN2 (its first step
+compiles and tunes for minutes), `gdn-fla` its Gated DeltaNet with heads as ours, `mamba2-fla` its Mamba-2, which needs
+mamba_ssm and causal_conv1d (PyPI has them as source). A block of `mamba2` has no channel mixer, so it has 48 of them,
+as its published model of 370M.
 
 `product_tflops` is the rate of a large matrix product in the same run.
 
@@ -31,10 +32,10 @@ from torch import Tensor, nn
 
 from linnet.layers.base import layers_of
 from linnet.models import ModelConfig, build_model, family
-from linnet.ops import projections
+from linnet.ops import capture, projections
 from linnet.train import recompute
 
-KEYS = ("model", "length", "tokens", "weights", "compiled", "recompute", "layers", "width")
+KEYS = ("model", "length", "tokens", "weights", "compiled", "graph", "recompute", "layers", "width")
 LINNET = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama", "gla", "hgrn", "gdn", "mamba2")
 PEERS = ("llama-transformers", "hgrn2-fla", "gdn-fla", "mamba2-fla")
 VOCABULARY = 50_304
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768, help="of a step")
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--graph", action="store_true", help="the host launches one CUDA graph per step")
     parser.add_argument("--recompute", choices=["none", "block", "selective"], default="none")
     parser.add_argument("--layers", type=int, help="default: 26, of mamba2 48")
     parser.add_argument("--width", type=int, default=WIDTH)
@@ -207,18 +209,27 @@ def time_step(name: str, model: nn.Module, loss: Callable, length: int, options:
     tokens, targets = (torch.randint(VOCABULARY, shape, device="cuda") for _ in range(2))
     autocast = options.weights == "float32"
 
-    def step() -> None:
+    def gradients(tokens: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext():
             value = loss(tokens, targets)
         value.backward()
+        return value.detach()
+
+    captured = capture.Captured(gradients, tokens.device) if options.graph else gradients
+
+    def step() -> None:
+        with torch.autograd.set_multithreading_enabled(False):  # as in a training on one GPU
+            captured(tokens, targets)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
     began = time.perf_counter()
     timing.warm_up(step, 1)
     first = time.perf_counter() - began
-    timing.warm_up(step, 2)
-    memory = timing.peak_memory(step)
+    memory = timing.peak_memory(step)  # before a capture, whose memory PyTorch does not count
+    timing.warm_up(step, capture.WARM_UP)
+    if options.graph and not captured.graphs:
+        raise RuntimeError("cannot be captured as one CUDA graph")
     milliseconds = timing.time_calls(step)
     if options.profile is not None and length == options.lengths[0]:
         options.profile.parent.mkdir(parents=True, exist_ok=True)
@@ -230,6 +241,7 @@ def time_step(name: str, model: nn.Module, loss: Callable, length: int, options:
         "tokens": tokens.numel(),
         "weights": options.weights,
         "compiled": options.compile,
+        "graph": options.graph,
         "recompute": options.recompute,
         "layers": depth(name.removesuffix("-fla"), options.layers),
         "width": options.width,
