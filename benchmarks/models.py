@@ -11,7 +11,8 @@ compiles and tunes for minutes), `gdn-fla` its Gated DeltaNet with heads as ours
 mamba_ssm and causal_conv1d (PyPI has them as source). A block of `mamba2` has no channel mixer, so it has 48 of them,
 as its published model of 370M.
 
-`product_tflops` is the rate of a large matrix product in the same run.
+`product_tflops` is the rate of a large matrix product in the same run, `beside` the peers in it: a run with peers has
+rows of its own, so that ratios are of one run.
 
 `--csv` puts the rows into benchmarks/results/models-<gpu>.csv; `--profile FILE` writes the kernels of one step there.
 """
@@ -35,7 +36,7 @@ from linnet.models import ModelConfig, build_model, family
 from linnet.ops import capture, projections
 from linnet.train import recompute
 
-KEYS = ("model", "length", "tokens", "weights", "compiled", "graph", "recompute", "layers", "width")
+KEYS = ("model", "length", "tokens", "weights", "compiled", "graph", "recompute", "layers", "width", "beside")
 LINNET = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama", "gla", "hgrn", "gdn", "mamba2")
 PEERS = ("llama-transformers", "hgrn2-fla", "gdn-fla", "mamba2-fla")
 VOCABULARY = 50_304
@@ -66,7 +67,8 @@ def main() -> None:
     path = timing.RESULTS / f"models-{timing.short_name(constants['gpu'])}.csv"
     _, rate = timing.measure_ceilings()
     torch.cuda.empty_cache()
-    constants |= {"product_tflops": round(rate / 1e12, 1)}
+    beside = " ".join(name for name in options.models if name in PEERS)
+    constants |= {"product_tflops": round(rate / 1e12, 1), "beside": beside}
     print(f"{'model':<20}{'length':>8}{'first s':>9}{'ms':>9}{'tokens/s':>10}{'GiB':>7}", flush=True)
     for name in options.models:
         try:

@@ -60,8 +60,8 @@ class RunConfig(Config):
     compile: bool = Field(False, description="run the model through torch.compile")
     graph: bool = Field(
         False,
-        description="on one GPU, launch the forward and backward pass of a step as one CUDA graph; faster where a "
-        "model is so small that the GPU waits for the host. Needs `accumulation: 1`; without a GPU it has no effect",
+        description="on one GPU, launch the forward and backward pass of a step as one CUDA graph; faster where "
+        "the GPU waits for the host: small models, busy hosts. Needs `accumulation: 1`; without a GPU it has no effect",
     )
     recompute: Recompute = Field(
         "none",
