@@ -157,6 +157,8 @@ def ssd() -> None:
     for K in (64, 128):  # whole chunks: on Hopper kernels of their own
         q, k, v, g = normal(2, 192, 2, K), normal(2, 192, 2, K), normal(2, 192, 8, 64), decays(2, 192, 8)
         differentiate(ops.ssd(q, k, v, g), q, k, v, g)
+    q, k, v, g = normal(1, 2048, 1, 128), normal(1, 2048, 1, 128), normal(1, 2048, 2, 128), decays(1, 2048, 2)
+    differentiate(ops.ssd(q, k, v, g), q, k, v, g)  # in segments
 
 
 def long() -> None:
