@@ -26,7 +26,8 @@ from linnet.data import (
     train_bpe,
 )
 from linnet.data.corpus import content
-from linnet.data.tokenizer import WORD, TiktokenTokenizerConfig, _short_words, train_wordpiece
+from linnet.data.tokenizer import TiktokenTokenizerConfig, encoding, train_wordpiece
+from linnet.data.tokenizer.learning import WORD, cut_words
 
 TEXTS = [
     "the cat sat on the mat, and the cat's hat sat there\n" * 3,
@@ -188,8 +189,8 @@ def test_bpe_of_too_little_text_says_how_many_tokens_there_are():
 def test_long_documents_in_pieces_give_the_same_tokens(bpe, monkeypatch):
     text = (TRICKY + "\n\n\n   " + TEXTS[1]) * 5
     whole = bpe.encode(text)
-    monkeypatch.setattr(tokenizer, "PIECE", 10)
-    assert len(tokenizer._pieces(text)) > 20
+    monkeypatch.setattr(encoding, "PIECE", 10)
+    assert len(encoding.cut_pieces(text)) > 20
     assert np.array_equal(bpe.encode(text), whole)
     assert np.array_equal(bpe.encode_documents([text.encode()])[0], whole)
 
@@ -286,13 +287,13 @@ def test_merges_are_learned_from_text_without_spaces_in_time(text):
     tokenizer = train_bpe([text], 258)
     assert time.process_time() - start < 3
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert "".join(_short_words(text)) == text
+    assert "".join(cut_words(text)) == text
 
 
 def test_only_very_long_words_are_cut_before_merges_are_learned():
     text = " ".join(["a" * (WORD - 1), "b", "c" * (2 * WORD)])
-    assert [len(part) for part in _short_words(text)] == [2 * WORD + 2, WORD]
-    assert list(_short_words("one two " * 5000)) == ["one two " * 5000]
+    assert [len(part) for part in cut_words(text)] == [2 * WORD + 2, WORD]
+    assert list(cut_words("one two " * 5000)) == ["one two " * 5000]
 
 
 def with_regex(tmp_path, pattern: str):
@@ -307,7 +308,7 @@ def with_regex(tmp_path, pattern: str):
 def test_a_regex_that_backtracks_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="regex"):  # the library gives up
         with_regex(tmp_path, "(x+x+)+y").encode("x" * 40)
-    monkeypatch.setattr("linnet.data.tokenizer.LEAST_SECONDS", 0.05)
+    monkeypatch.setattr("linnet.data.tokenizer.encoding.LEAST_SECONDS", 0.05)
     with pytest.raises(ConfigError, match="too long"):  # just below the library's limit, many times over
         with_regex(tmp_path, "(x+x+)+y").encode(("x" * 20 + " ") * 20)
     assert with_regex(tmp_path, r"\s*\w+").encode("def hello").size
