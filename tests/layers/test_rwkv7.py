@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from linnet.config import ConfigError, parse
+from linnet.encoders.config import MaskedConfig
 from linnet.layers import MIXERS, LayerContext
 from linnet.models import ModelConfig, build_model, count_parameters, get_recipe
 from linnet.models.backbone import Backbone
-from linnet.models.config import MaskedConfig
 from linnet.train.optimizer import split
 from linnet.train.recompute import apply as recompute
 
