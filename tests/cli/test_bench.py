@@ -47,11 +47,11 @@ def test_writes_a_table_and_a_picture(tmp_path):
         assert failed.exit_code == 2 and message in failed.output
 
 
-def test_rows_as_json_with_the_ways_to_run():
-    done = run("mad-mamba", *SMALL, "--plain", "--json")
+def test_rows_as_json():
+    done = run("mad-mamba", *SMALL, "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
-    assert [row["system"] for row in rows] == ["linnet", "linnet-plain"]
+    assert [row["system"] for row in rows] == ["linnet"]
     assert all(row["torch"] and "transformers" in row for row in rows)
 
 

@@ -20,26 +20,25 @@ def linnet(layout="tnl+sglu x2", **settings):
 
 def test_rows_hold_what_the_protocol_asks_for():
     rows = []
-    for system in (linnet(chunk=8), linnet(chunk=8, plain=True), linnet("attention+swiglu")):
+    for system in (linnet(chunk=8), linnet("attention+swiglu")):
         rows += measure(system, [Case(1, 24, 6), Case(3, 10, 4)], 2, 1e10)
-    assert len(rows) == 6
-    assert [row["system"] for row in rows[::2]] == ["linnet", "linnet-plain", "linnet"]
+    assert [row["system"] for row in rows] == ["linnet"] * 4
     for row in rows:
         assert row.keys() - {"model", "system", "error"} == NUMBERS
         assert row["error"] == "" and row["first_token_s"] > 0 and row["token_ms"] > 0
         whole = row["first_token_s"] + (row["new"] - 1) * row["token_ms"] / 1e3
         assert row["tokens_per_second"] == pytest.approx(row["batch"] * row["new"] / whole)
         assert row["decode_tokens_per_second"] == pytest.approx(row["batch"] * 1e3 / row["token_ms"])
-    recurrent, cached = rows[0], rows[4]
+    recurrent, cached = rows[0], rows[2]
     assert rows[0]["carried_bytes"] == rows[1]["carried_bytes"]
     assert recurrent["carried_bytes"] == 4 * 2 * 32 * 32 // 8  # two layers of 8 heads, [4, 4] each, float32
-    assert cached["carried_bytes"] - rows[5]["carried_bytes"] == (30 - 14) * (2 * 32 * 4 + 8)  # k, v and a position
+    assert cached["carried_bytes"] - rows[3]["carried_bytes"] == (30 - 14) * (2 * 32 * 4 + 8)  # k, v and a position
     moved = recurrent["weight_bytes"] + 2 * recurrent["carried_bytes"]
     assert recurrent["bandwidth_share"] == pytest.approx(moved / (recurrent["token_ms"] / 1e3) / 1e10)
 
 
 def test_the_second_token_is_not_counted_with_the_first(monkeypatch):
-    system, tokens = linnet(plain=True), torch.zeros(1, 4, dtype=torch.long)
+    system, tokens = linnet(), torch.zeros(1, 4, dtype=torch.long)
     system.warm(tokens, 2)
     decoder = system._prepare(1, 6)
     advance = decoder.advance

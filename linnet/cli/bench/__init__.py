@@ -28,8 +28,6 @@ def generate(
     peer_size: str | None = None,
     only_peers: bool = False,
     room: Annotated[int, typer.Option(min=0)] = 0,
-    plain: Annotated[bool, typer.Option("--plain/--no-plain")] = False,
-    chunk: Count = 2048,
     device: str = "auto",
     dtype: str | None = None,
     out: Path | None = None,
@@ -56,8 +54,6 @@ def generate(
         peer_size: Size of the peers' models, such as 410m (default: the first model's).
         only_peers: Leave Linnet's models out.
         room: With --batch max: tokens that a sequence may grow to (default: prompt + new).
-        plain: Also time without CUDA graphs and merged projections.
-        chunk: Tokens of a prompt that are read at once.
         device: auto (the GPU if there is one), cpu or cuda.
         dtype: float32 or bfloat16 (default: bfloat16 on a GPU, else float32).
         out: Folder for generate.csv and the picture.
@@ -67,7 +63,7 @@ def generate(
     console = Console(stderr=True, soft_wrap=True)
     measured = _measure(
         models, batch or ["1"], (prompt, new, repeats, room), (context or [], context_new),
-        (peer or [], peer_size, only_peers), plain, chunk, device, dtype, out, console,
+        (peer or [], peer_size, only_peers), device, dtype, out, console,
     )  # fmt: skip
     rows = keep_rows(measured, _line, console, out and out / "generate.csv")
     if json_:
@@ -94,7 +90,7 @@ def draw(
         typer.echo(path)
 
 
-def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, dtype, out, console) -> Iterator[dict]:
+def _measure(models, batches, protocol, contexts, peers, device, dtype, out, console) -> Iterator[dict]:
     """Checks all options, then measures one system after the other, so that memory holds one model at a time."""
     from functools import partial
 
@@ -126,9 +122,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     cases += [Case(cases[0].batch, length, contexts[1], room) for length in contexts[0]]
     makers = []
     for name in [] if only_peers else models:
-        makers.append(partial(Linnet, get_recipe(name), name, device, number, chunk))
-        if plain:
-            makers.append(partial(makers[-1], plain=True))
+        makers.append(partial(Linnet, get_recipe(name), name, device, number))
     for name in names:
         makers.append(partial(benchmark.make_peer, name, get_recipe(recipes[name]), recipes[name], device, number))
     bandwidth = copy_bandwidth(torch.device(device))

@@ -87,17 +87,14 @@ class System(Protocol):
 
 
 class Linnet:
-    """A model with random weights and the engine's decoder. `plain` turns off CUDA graphs and merged products."""
+    """A model with random weights and the engine's decoder. Prompts are read `chunk` tokens at a time."""
 
-    def __init__(
-        self, config: ModelConfig, model: str, device: str, dtype: torch.dtype, chunk: int = 2048, plain: bool = False
-    ):
-        self.name, self.model, self.device = "linnet-plain" if plain else "linnet", model, torch.device(device)
-        self.vocab_size, self._plain, self._chunk = config.vocab_size, plain, chunk
+    def __init__(self, config: ModelConfig, model: str, device: str, dtype: torch.dtype, chunk: int = 2048):
+        self.name, self.model, self.device = "linnet", model, torch.device(device)
+        self.vocab_size, self._chunk = config.vocab_size, chunk
         with torch.no_grad():
             self._model = random_model(config, self.device, dtype)
-            if not plain:
-                prepare_steps(self._model)
+            prepare_steps(self._model)
         self.weight_bytes = sum(p.numel() * p.element_size() for p in set(self._model.parameters()))
         self._decoder: tuple[tuple[int, int], Decoder] | None = None
 
@@ -147,8 +144,7 @@ class Linnet:
         """Returns the decoder of a case, built and captured once for all repeats."""
         if self._decoder is None or self._decoder[0] != (batch, context):
             self._decoder = None
-            shape = (batch, self.vocab_size, context, self.device)
-            made = Decoder(self._model, *shape, graphs=not self._plain, kinds=(PLAIN,))
+            made = Decoder(self._model, batch, self.vocab_size, context, self.device, kinds=(PLAIN,))
             self._decoder = (batch, context), made
         return self._decoder[1]
 
