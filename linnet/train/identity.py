@@ -47,9 +47,6 @@ BY_CONTENT = (
 ROLLBACK = ("checkpoint_every", "keep_checkpoints")  # of `run`: they select the target of guard.policy rollback
 ROLLBACK_GPU = ("log_every", "evaluate_every")  # of `run`: a GPU's losses are read, and bad ones found, at these steps
 
-DROPPED: dict[str, str] = {}
-"""Keys of trainings, with dots, that a release dropped -> that release."""
-
 
 @dataclass(frozen=True)
 class Place:
@@ -333,8 +330,7 @@ def _dropped(folder: RunFolder, unknown: list[tuple]) -> list[str]:
     problems = []
     for place in unknown:
         key = ".".join(str(part) for part in place)
-        when = f"dropped in {DROPPED[key]}" if key in DROPPED else f"unknown to Linnet {linnet.__version__}"
-        what = f"{folder.path}/config.yaml: {key}: {when}, so this run cannot continue"
+        what = f"{folder.path}/config.yaml: {key}: unknown to Linnet {linnet.__version__}, so this run cannot continue"
         fix = "continue it with the release that made it, or train anew in another folder of runs (--out)"
         problems.append(f"{what}; {fix}")
     return problems

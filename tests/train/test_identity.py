@@ -18,7 +18,7 @@ from linnet.study import run_study
 from linnet.study.collect import load_study
 from linnet.train import TrainConfig, run_folder, train
 from linnet.train.config import RunConfig, present
-from linnet.train.identity import DROPPED, contents_of, digest_of, find, read_config, unfinished_like
+from linnet.train.identity import contents_of, digest_of, find, read_config, unfinished_like
 from linnet.train.identity import settings as settings_of
 
 SPEC = importlib.util.spec_from_file_location("reference", Path(__file__).parents[2] / "docs/reference/generate.py")
@@ -143,19 +143,17 @@ def test_the_config_yaml_of_a_run_of_0_1_0_is_that_run(old, name):
     assert config.run.keep_checkpoints == values["keep_checkpoints"]
 
 
-def test_an_old_folder_with_a_key_that_no_longer_exists_is_refused_by_name(old, monkeypatch):
+def test_an_old_folder_with_a_key_that_no_longer_exists_is_refused_by_name(old):
     [name] = [name for name in UNFINISHED if name.startswith("constant-")]
     file = old / "runs" / name / "config.yaml"
     file.write_text(file.read_text().replace("optimizer:\n", "optimizer:\n  sharpness: 0.1\n") + "flavour: sweet\n")
-    monkeypatch.setitem(DROPPED, "optimizer.sharpness", "0.2.0")
     config = read("constant.yaml")
     for attempt in (lambda: train(config, "runs", "cache"), lambda: read_config(RunFolder.open(file.parent))):
         with pytest.raises(ConfigError) as caught:
             attempt()
         problems = caught.value.problems
         assert len(problems) == 2 and all(name in line for line in problems)
-        assert any("optimizer.sharpness" in line and "0.2.0" in line for line in problems)
-        assert any("flavour" in line for line in problems)
+        assert all(any(f"{key}: unknown to" in line for line in problems) for key in ("optimizer.sharpness", "flavour"))
 
 
 def test_digests_do_not_change_between_releases(tmp_path):
