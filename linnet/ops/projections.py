@@ -55,7 +55,7 @@ def prepare(layers: Iterable[nn.Module]) -> None:
 
     Call it before recomputation and FSDP, and not for a model that is compiled: each block would be compiled anew.
     The linear layers that multiply a layer's own input of at least `LEAST` numbers sum its gradient; all others compute
-    as before. Layers that tensor parallelism splits have a way of their own.
+    as before, and so do layers that tensor parallelism splits.
 
     Args:
         layers: of a model (`linnet.layers.base.layers_of`).

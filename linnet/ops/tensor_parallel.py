@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from linnet.ops import compat_torch
 from linnet.ops.chunks import exact, product_dtype
 from linnet.ops.fast_path import make_fast_path
-from linnet.ops.projections import Sum, is_watched, sum_of, sums
 from linnet.ops.registration import flop_formula
 
 __all__ = ["Split", "columns", "enter", "enter_columns", "gather", "leave", "own_part", "rowwise", "share", "sum_over"]
@@ -80,8 +79,7 @@ def enter_columns(x: Tensor, weights: Sequence[Tensor], split: Split) -> tuple[T
 def columns(x: Tensor, bias: Tensor | None, entered: Entered) -> Tensor:
     """Returns F.linear(x, weight, bias) for a weight from `enter_columns`."""
     weight, products = entered
-    total = sum_of(x) if sums(x) else None
-    return _Columns.apply(x.to(product_dtype(x, x.dtype)), weight, bias, products, total)
+    return _Columns.apply(x.to(product_dtype(x, x.dtype)), weight, bias, products)
 
 
 def leave(x: Tensor, split: Split) -> Tensor:
@@ -249,16 +247,14 @@ class _EnterColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, products, x, *weights):
         ctx.group, ctx.products, ctx.dtypes = group, products, [weight.dtype for weight in weights]
-        ctx.input_sum, ctx.shape = Sum(), x.shape
         ctx.set_materialize_grads(False)
         return x.view_as(x), *(weight.view_as(weight) for weight in weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx, *_):
-        total = ctx.input_sum.take(dx, ctx.shape)
-        dx = dx.clone(memory_format=torch.contiguous_format) if dx is not None and total is dx else total
         if dx is not None:
+            dx = dx.clone(memory_format=torch.contiguous_format)
             summed = dist.all_reduce(dx, group=compat_torch.group_of(ctx.group), async_op=True)
         totals = []
         for products, dtype in zip(ctx.products, ctx.dtypes, strict=True):
@@ -279,10 +275,10 @@ class _Columns(torch.autograd.Function):
     """A linear layer that leaves the gradient of its weight to `_EnterColumns`, which follows in the backward."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, products, total):
+    def forward(ctx, x, weight, bias, products):
         narrow = weight.to(x.dtype)
         ctx.save_for_backward(x, narrow)
-        ctx.products, ctx.sum, ctx.bias = products, total, None if bias is None else bias.dtype
+        ctx.products, ctx.bias = products, None if bias is None else bias.dtype
         return F.linear(x, narrow, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
@@ -291,14 +287,10 @@ class _Columns(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             ctx.products.append((compat_torch.current_backward(), dy, x))
-        rows, dx = dy.reshape(-1, dy.shape[-1]), None
-        if ctx.sum is not None and not is_watched(x):
-            ctx.sum.add(rows, weight)
-        elif ctx.needs_input_grad[0]:
-            dx = dy @ weight
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
         if ctx.bias is None or not ctx.needs_input_grad[2]:
-            return dx, None, None, None, None
-        return dx, None, rows.sum(0).to(ctx.bias), None, None
+            return dx, None, None, None
+        return dx, None, dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias), None
 
 
 class _OwnPart(torch.autograd.Function):
