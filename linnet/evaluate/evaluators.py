@@ -108,7 +108,7 @@ class TextEvaluator(FilesEvaluator):
         return natural_method(session.model.config) if self.method == "auto" else self.method
 
     def _window(self, session: Session) -> int:
-        return self.window or _usual_length(session, WINDOW)
+        return self.window or max(2, _usual_length(session, WINDOW))  # one token is given to each that is scored
 
     def assumed(self, session: Session) -> str | None:
         return None if self.window or self._method(session) == "carried" else _assumed("window", session, WINDOW)

@@ -91,6 +91,15 @@ def test_windows_are_without_effect_where_the_state_is_carried(folder):
     assert "no effect" not in call("text", folder / "tnl", folder / "a.txt").stderr
 
 
+@pytest.mark.parametrize("name", ["tnl", "llama"])
+@pytest.mark.parametrize("kind", ["text", "blocks"])
+def test_a_model_that_was_trained_on_single_tokens_is_scored(folder, tmp_path, name, kind):
+    (run := shutil.copytree(folder / name, tmp_path / "run")).joinpath("SHA256SUMS").unlink()
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "seq_len: 1\n")
+    result = call(kind, run, folder / "a.txt")
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize("kind, key, usual", [("text", "window", 1024), ("blocks", "block", 512)])
 def test_a_length_that_is_not_that_of_the_training_is_said(folder, tmp_path, kind, key, usual):
     """A converted folder does not hold the training length, so the same model was scored in other windows, unsaid."""
