@@ -223,15 +223,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a file to write that becomes `path` at the end of the `with` block, or is removed if the block fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a killed process; a link would lead the bytes elsewhere
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         if abandoned():  # another command may have begun to write here
             raise InterruptedError("the command that this process worked for has ended")
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write to an open file fails without its name
+            error.filename = str(path)
         raise
     if os.name != "nt":
         folder = os.open(path.parent, os.O_RDONLY)

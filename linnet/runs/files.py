@@ -106,7 +106,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes text (as UTF-8) or bytes so that a reader sees the old file or the new one, even if the machine stops."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with naming(path), open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a killed process; a link would lead the text elsewhere
+        with naming(path), open(temporary, "xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

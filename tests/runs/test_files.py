@@ -1,6 +1,7 @@
 """Folders that are written whole or not at all."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -11,11 +12,13 @@ import pytest
 from safetensors import SafetensorError
 
 from linnet.config import ConfigError
+from linnet.data.parts import write_json
 from linnet.runs import RunFolder
-from linnet.runs.files import UNFINISHED, new_folder
+from linnet.runs.files import UNFINISHED, new_folder, write_atomic
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 FULL_SAFE = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+WRITERS = [write_atomic, lambda path, text: write_json(path, json.loads(text))]
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -86,3 +89,24 @@ def test_what_a_person_put_beside_a_killed_command_stays(left):
     with pytest.raises(ConfigError, match=f"{left}: .*{UNFINISHED}.* other files"), new_folder(left, "test"):
         pass
     assert {entry.name for entry in left.iterdir()} == {UNFINISHED, "mine"}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_link_with_the_name_of_an_unfinished_file_is_not_followed(tmp_path, write):
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / f".a.json.{os.getpid()}.tmp").symlink_to(other)
+    write(tmp_path / "a.json", "{}")
+    assert other.read_text() == "mine" and json.loads((tmp_path / "a.json").read_text()) == {}
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "other"]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_error_while_writing_names_the_file(tmp_path, write, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError) as error:
+        write(tmp_path / "a.json", "{}")
+    assert error.value.filename == str(tmp_path / "a.json") and not list(tmp_path.iterdir())
