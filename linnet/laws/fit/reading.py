@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from linnet.config import ConfigError, first_names, refuse
+from linnet.config import MOST_TEXT, ConfigError, first_names, refuse
 
 LONGEST = 16 * 2**20
 """Largest number of characters of one cell."""
@@ -73,9 +73,12 @@ def _text(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise ConfigError([f"{path}: not a regular file; give a CSV or JSONL file"], "table")
     try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else open(path, "rb") as file:
+            content = file.read(MOST_TEXT + 1)
+        if len(content) > MOST_TEXT:
+            raise ConfigError([f"{path}: has more than {MOST_TEXT:,} bytes; give a table of runs"], "table")
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError([f"{path}: there is no such file or folder"], "table") from None

@@ -72,6 +72,13 @@ def test_bad_files_give_messages(tmp_path, name, content, word):
     assert re.search(word, "; ".join(error.value.problems), re.DOTALL)
 
 
+def test_a_table_that_grows_when_it_is_unpacked_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("linnet.laws.fit.reading.MOST_TEXT", 10_000)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"N,C,loss\n" + b"1,2,3\n" * 10_000))
+    with pytest.raises(ConfigError, match="more than 10,000 bytes"):
+        load_table(tmp_path / "a.csv.gz")
+
+
 def test_runs_are_left_out_by_column_and_by_request(tmp_path):
     rows = runs(exclude="")
     rows[0] |= {"exclude": "diverged", "loss": "nan"}
