@@ -318,6 +318,7 @@ MOST = 50  # upper bound of known names in a message
 MOST_SHOWN = 400  # characters of a value in a message
 MOST_PROBLEMS = 100  # of one configuration in a message
 MOST_BYTES = 1 << 20  # of a YAML file; its parser reads about 100 KB per second
+MOST_TEXT = 1 << 28  # of JSON and other text that is read at once; the largest tokenizers have 40 MB
 MOST_DEPTH = 50  # of YAML's nested lists and mappings
 MOST_VALUES = 100_000  # in YAML whose aliases (`*name`) are written out
 
@@ -445,6 +446,35 @@ def read_yaml(path: str | Path) -> dict:
     return values
 
 
+def load_text(path: str | Path, most: int = MOST_TEXT, errors: str = "strict") -> str:
+    """Returns the text of a file in UTF-8 that a folder from somebody else may hold.
+
+    Raises:
+        OSError: the file cannot be read, or is missing.
+        ValueError: it is not UTF-8, has more than `most` bytes, or is a pipe, socket or device, which is not opened,
+            since reading it may never end.
+    """
+    path = Path(path)
+    state = path.stat()
+    if _endless(state):
+        raise ValueError("it is a pipe, socket or device")
+    if state.st_size > most:
+        raise ValueError(f"its {state.st_size:,} bytes are more than {most:,}")
+    return path.read_text(encoding="utf-8", errors=errors)
+
+
+def load_json(path: str | Path) -> typing.Any:
+    """Returns the content of a JSON file. Raises as `load_text`, and ValueError for what is not JSON or too nested."""
+    try:
+        return json.loads(load_text(path))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _endless(state: os.stat_result) -> bool:
+    return not (stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode))
+
+
 class DuplicateKeys(yaml.YAMLError):
     """Keys that a mapping has more than once.
 
@@ -490,7 +520,7 @@ def _not_yaml(path: Path) -> str | None:
     if stat.S_ISDIR(state.st_mode):
         inside = (file for name in ("study.yaml", "config.yaml", "*.yaml") for file in sorted(path.glob(name)))
         return f"a folder; give a YAML file{f', such as {file}' if (file := next(inside, None)) else ''}"
-    if not stat.S_ISREG(state.st_mode):
+    if _endless(state):
         return "a pipe, socket or device; give a YAML file"
     if state.st_size > MOST_BYTES:
         return f"{state.st_size:,} bytes, but a configuration has at most {MOST_BYTES:,}; give a YAML file"

@@ -20,6 +20,7 @@ from linnet.config import (
     checking,
     digest,
     gather,
+    load_json,
     nearest,
     override,
     parse,
@@ -115,6 +116,9 @@ def test_every_number_of_every_configuration_has_a_finite_range():
                 if low is None or high is None or not smallest or max(abs(low), abs(high)) > 1e30:
                     open_ends.add(f"{cls.__name__}.{name}")
     assert seen > 300 and open_ends == INFINITE | CHECKED
+
+
+KNOWN_JSON = {"recipes", "processes", "scoring", "dedup"}  # of the package, or of work that this command began
 
 
 @pytest.mark.parametrize(
@@ -530,6 +534,27 @@ def test_files_that_are_not_yaml_are_refused_before_they_are_read(tmp_path):
     ):
         with pytest.raises(ConfigError, match=problem):
             read_yaml(path)
+
+
+def test_json_that_never_ends_or_is_too_much_is_refused_before_it_is_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "nested").write_text("[" * 100_000)
+    for name, problem in (("pipe", "pipe"), ("link", "device"), ("sparse", "more than"), ("nested", "nested")):
+        with pytest.raises(ValueError, match=problem):
+            load_json(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        load_json(tmp_path / "nothing")
+
+
+def test_files_of_folders_are_read_within_bounds():
+    """`Path.read_text` of a link to a device, or of a file that is all holes, takes all memory."""
+    for path in Path(linnet.__file__).parent.rglob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            loads = re.search(r"json\.loads\(.*read_(text|bytes)\(", line)
+            assert not loads or path.parent.name in KNOWN_JSON, f"{path}: use load_json: {line.strip()}"
 
 
 def test_a_configuration_that_is_not_there_names_a_near_one_or_where_paths_start(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ byte of the shards and of `stage.json`.
 import contextlib
 import hashlib
 import itertools
-import json
 import shutil
 import sys
 import time
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from linnet.config import Config, ConfigError, digest, refuse, shown, unwritable
+from linnet.config import Config, ConfigError, digest, load_json, refuse, shown, unwritable
 from linnet.corpus.documents import BLOCK, Document, Inputs, Samples, around, encode, find_inputs
 from linnet.data.parts import Part, clear_stage, locked, remove_halves, run_parts, whole_file, write_json
 from linnet.data.sources import (
@@ -186,7 +185,7 @@ class Stage:
         shards, samples = [], Samples()
         counts: Counter[str] = Counter()
         for part in self.parts:
-            record = json.loads(_counts_path(self.out, part).read_text(encoding="utf-8"))
+            record = load_json(_counts_path(self.out, part))
             shards.append(record["shard"])
             counts.update(record["counts"])
             samples.merge(record["samples"])
@@ -216,7 +215,7 @@ class Stage:
 
     def _written(self, part: Part) -> bool:
         with contextlib.suppress(OSError, ValueError):
-            record = json.loads(_counts_path(self.out, part).read_text(encoding="utf-8"))
+            record = load_json(_counts_path(self.out, part))
             return (self.out / record["shard"]["name"]).stat().st_size == record["shard"]["bytes"]
         return False
 

@@ -7,7 +7,6 @@ cache is used. NAME may also be the path of a folder in the Hub's layout, if it 
 
 import functools
 import glob
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from linnet.config import nearest
+from linnet.config import load_json, nearest
 from linnet.install import install_command
 
 PREFIX = "hf:"
@@ -120,7 +119,7 @@ def tokenizer_file(text: str) -> tuple[Path, str | None]:
     settings = "tokenizer_config.json"
     [file, *more] = repo.fetch(["tokenizer.json", *([settings] if settings in repo.files else [])])
     try:
-        end = json.loads(more[0].read_text(encoding="utf-8")).get("eos_token") if more else None
+        end = load_json(more[0]).get("eos_token") if more else None
     except (OSError, ValueError, AttributeError):
         end = None
     end = end.get("content") if isinstance(end, dict) else end

@@ -23,7 +23,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, load_json
 from linnet.data.sources import fingerprint
 
 METADATA = "corpus.json"
@@ -189,7 +189,7 @@ def read_metadata(folder: Path) -> dict:
     """Reads `corpus.json`. Raises `ConfigError` if it is missing or was changed since it was written."""
     path = Path(folder) / METADATA
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = load_json(path)
         if values.pop("sha256") == _checksum(values):
             return values
     except FileNotFoundError:

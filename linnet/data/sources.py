@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import field_validator
 
 import linnet
-from linnet.config import Config, shown
+from linnet.config import Config, load_json, shown
 from linnet.data import hub, wikitext
 from linnet.data.records import BadFile, SourceFile, fingerprint, kind_of, unreadable
 
@@ -154,7 +154,7 @@ def _known(cache: Path | None) -> dict:
     known: dict = {}
     if cache is not None:
         with contextlib.suppress(OSError, ValueError):
-            known = json.loads((cache / FINGERPRINTS).read_text(encoding="utf-8"))
+            known = load_json(cache / FINGERPRINTS)
     return known
 
 
@@ -291,8 +291,8 @@ def other_version(begun: dict) -> str | None:
 
 
 def _read_record(path: Path, form: type[Config]) -> dict | None:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        values = json.loads(path.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError):
+        values = load_json(path)
         form.model_validate(values)
         return values
     return None
@@ -337,8 +337,8 @@ def _without_documents(folder: Path, names: list[str]) -> str | None:
     for file in (STAGE, PLAN):
         if file.split("/")[0] not in names:
             continue
-        with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-            values = json.loads((folder / file).read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            values = load_json(folder / file)
             stage, _ = values["stage"], values["format"]
             command = f"data {stage}" if stage == "lra" else f"corpus {stage}"
             if file == PLAN:

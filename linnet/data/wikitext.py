@@ -11,7 +11,6 @@ that of the training file is not. A file with another digest is used, and a warn
 Source of the setting: papers 001 to 003, whose scripts prepare the text as fairseq's RoBERTa does.
 """
 
-import json
 import re
 import warnings
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from linnet.config import load_json
 from linnet.data.records import fingerprint as sha256
 
 SPLITS = {"train": ("train",), "valid": ("valid", "validation"), "test": ("test",)}
@@ -141,7 +141,7 @@ def read_vocabulary(folder: str | Path) -> tokenizers.Tokenizer:
     for name, expected in GPT2.items():
         _compare(files[name], expected)
     try:
-        encoder = json.loads(files["encoder.json"].read_text(encoding="utf-8"))
+        encoder = load_json(files["encoder.json"])
         lines = files["vocab.bpe"].read_text(encoding="utf-8").split("\n")
         pairs = (line.partition(" ") for line in lines if line.strip() and not line.startswith("#version"))
         merges = [(first, second) for first, _, second in pairs]

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from linnet import provenance
-from linnet.config import ConfigError, digest, gather
+from linnet.config import ConfigError, digest, gather, load_json
 from linnet.runs import RunFolder
 from linnet.runs.files import csv_text, read_csv, write_atomic
 from linnet.runs.record import plain
@@ -166,7 +166,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
     """
     path = Path(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = load_json(path)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             message = f"{path}: not an evaluation of format {FORMAT}; delete the file, or evaluate again"
             raise OtherFormatError([message], "evaluations")

@@ -5,7 +5,6 @@ are then read by PyTorch's restricted unpickler (`weights_only`).
 """
 
 import contextlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from linnet.config import ConfigError, refuse, shown
+from linnet.config import ConfigError, load_json, refuse, shown
 from linnet.runs.model import BYTES
 
 AUTHOR = "blocks.0.att.r_k"  # a tensor of RWKV-7 with its author's names
@@ -207,8 +206,8 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = load_json(file)
+    except (OSError, ValueError) as error:
         raise ConfigError([f"{file}: is not JSON ({error}); copy it again, or remove it"], "convert") from None
     if not isinstance(values, dict):
         problem = f"{file}: must contain a JSON object, not {type(values).__name__}; copy it again, or remove it"

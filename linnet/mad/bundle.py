@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import provenance, trust
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError, load_json, parse
 from linnet.data.order import shuffled
 from linnet.data.synthetic import Split, Task, find_task
 from linnet.layers.base import load_plugin
@@ -166,7 +166,7 @@ def finish(folders: Iterable[RunFolder]) -> None:
         if not path.is_file():
             continue
         try:
-            results = json.loads(path.read_text(encoding="utf-8"))
+            results = load_json(path)
         except ValueError as error:
             problem = f"{path}: is damaged ({error}); delete it to train its runs again"
             raise ConfigError([problem], "MAD") from None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnet.config import ConfigError, refuse
+from linnet.config import ConfigError, load_json, refuse
 from linnet.runs.files import read_csv
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def read_plan(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return load_json(path)
     except ValueError as error:
         raise ConfigError([f"{path}: is damaged ({error}); delete it and run again"], "MAD") from None
 
@@ -213,7 +213,7 @@ def _rows(folder: Path, problems: list[str]):
             problems.append(f"{table}: not a whole CSV table ({error}); copy it again, or end its last line")
     for path in sorted(folder.glob(f"{RUNS}/*/result.json")):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = load_json(path)
         except ValueError as error:
             problems.append(f"{path}: damaged ({error}); delete it and run linnet mad run again")
             continue

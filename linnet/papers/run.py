@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from linnet import provenance
-from linnet.config import ConfigError, refuse
+from linnet.config import ConfigError, load_json, refuse
 from linnet.papers.prepare import gpus
 from linnet.papers.table import FORMAT, Work, table
 from linnet.papers.verbs import Outcome, find_verb
@@ -142,12 +142,12 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     results, problems = [], []
     for path in sorted(folder.glob(f"*/*/{RESULT}")):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = load_json(path)
             if values["format"] != FORMAT:
                 raise ValueError(f"format {values['format']}")
             values["folder"] = os.path.relpath(path.parent, folder)
             costs = path.with_name(COSTS)
-            values["costs"] = json.loads(costs.read_text(encoding="utf-8")) if costs.is_file() else {}
+            values["costs"] = load_json(costs) if costs.is_file() else {}
             results.append(values)
         except (ValueError, KeyError, TypeError) as error:
             what = f"{path}: is damaged or of another version ({error})"

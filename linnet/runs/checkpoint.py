@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 
-from linnet.config import Config, ConfigError, parse
+from linnet.config import Config, ConfigError, load_json, parse
 from linnet.runs.files import is_full, sync_file, sync_folder, write_atomic
 
 if TYPE_CHECKING:  # reading a run folder often needs no tensor, and importing torch takes seconds
@@ -383,7 +383,7 @@ def read_state(path: Path) -> dict:
     `sha256` and `bytes` of each file. Raises CheckpointError if it is damaged."""
     file = path / "state.json"
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        state = load_json(file)
         expected = state.pop("self")
     except FileNotFoundError:
         raise CheckpointError([f"{file}: the file is missing"]) from None

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import yaml
 
 from linnet import trust
-from linnet.config import ConfigError, digest, read_yaml
+from linnet.config import ConfigError, digest, load_json, load_text, read_yaml
 from linnet.runs import checkpoint
 from linnet.runs.files import UNFINISHED, write_atomic
 from linnet.runs.record import ROWS_LOST, Record, last_rows, lost_rows, plain, read_rows, wrong_numbers
@@ -39,6 +39,7 @@ FORMAT = 2
 CLASSES = "classes.json"  # of a model of images: a list of the names of its classes, in the order of its outputs
 PICTURES = "pictures"  # folder of what an objective draws at each validation: step-00001000.png
 STATED = ("format", "digest", "extended")  # keys of config.yaml that are not part of the configuration
+_LINE = 100  # more characters than the lines of `_HEAD` have
 _HEAD = re.compile(r"format: (\d+)\ndigest: \"([0-9a-f]{12})\"\n")
 
 
@@ -189,7 +190,7 @@ class RunFolder:
     def digest(self) -> str | None:
         """Returns the digest in config.yaml; None for a folder of the first format. Reads only the first lines."""
         with open(self._config_file, encoding="utf-8") as file:
-            match = _HEAD.match(file.readline() + file.readline())
+            match = _HEAD.match(file.readline(_LINE) + file.readline(_LINE))
         if match is None:
             return None
         if int(match[1]) > FORMAT:
@@ -214,10 +215,10 @@ class RunFolder:
     def result(self) -> dict:
         """Returns the content of result.json. Raises `ConfigError` if the run is not done or the file is damaged."""
         try:
-            result = json.loads(self._result_file.read_text(encoding="utf-8"))
+            result = load_json(self._result_file)
         except FileNotFoundError:
             raise ConfigError([f"{self.path}: the run is not done (no result.json)"], "run folder") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise self.damaged_result(str(error)) from None
         if not isinstance(result, dict) or not isinstance(result.get("status"), str):
             raise self.damaged_result("it has no status")
@@ -247,7 +248,7 @@ class RunFolder:
 
     def undo_of_extension(self) -> Callable[[], None]:
         """Returns a function that restores config.yaml and result.json of now, after `reopen` and `write_config`."""
-        config = self._config_file.read_text(encoding="utf-8")
+        config = load_text(self._config_file)
         kept = self._earlier_result if self.done else None
 
         def undo() -> None:
@@ -269,7 +270,7 @@ class RunFolder:
             rows = reversed(last_rows(self._metrics_file, 20))
             flops = next((float(row["flops"]) for row in rows if row.get("flops")), 0.0)
         with contextlib.suppress(OSError, ValueError):
-            flops = max(flops, float(self._progress_file.read_text(encoding="utf-8")))
+            flops = max(flops, float(load_text(self._progress_file)))
         return flops
 
     def metrics(self) -> list[dict]:
@@ -330,7 +331,7 @@ class RunFolder:
         return path
 
     def error(self) -> str | None:
-        return self._error_file.read_text(encoding="utf-8") if self._error_file.is_file() else None
+        return load_text(self._error_file, errors="replace") if self._error_file.is_file() else None
 
     def write_error(self, text: str | None, rank: int = 0) -> None:
         """Writes the error of the last attempt: to error.txt, or to errors/rank-<N>.txt of another rank than 0.
@@ -364,9 +365,13 @@ class RunFolder:
 
         Raises:
             LockedError: another process holds the lock.
+            ConfigError: a link or a device is in the place of the lock's file, as a folder from somebody else may have
+                it; the process would overwrite what it leads to.
         """
         import fcntl  # missing on Windows, where reading runs must still work
 
+        if self._lock_file.is_symlink() or (self._lock_file.exists() and not self._lock_file.is_file()):
+            raise ConfigError([f"{self._lock_file}: is not a file; delete it and run again"], "run folder")
         with open(self._lock_file, "a+", encoding="utf-8") as file:
             for patience in (True, False):  # `owner` of another process may hold the lock for a moment
                 try:
@@ -377,7 +382,7 @@ class RunFolder:
                         time.sleep(0.05)
                         continue
                     file.seek(0)
-                    raise LockedError(self.path, file.read().strip()) from None
+                    raise LockedError(self.path, file.read(_LINE).strip()) from None
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -394,7 +399,9 @@ class RunFolder:
         import fcntl
 
         with open(self._lock_file, encoding="utf-8") as file:
-            if not (written := file.read().strip()):  # the holder writes its id at once and empties the file at the end
+            if not (
+                written := file.read(_LINE).strip()
+            ):  # the holder writes its id at once and empties the file at the end
                 return None
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from linnet import trust
-from linnet.config import MOST_PROBLEMS, ConfigError, nearest, parse, refuse
+from linnet.config import MOST_PROBLEMS, ConfigError, load_json, load_text, nearest, parse, refuse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
 from linnet.data.chat.template import FILE as TEMPLATE
 from linnet.data.chat.template import read_template
@@ -255,7 +255,9 @@ def _set_prompts(tokenizer: Tokenizer, folder: RunFolder) -> None:
     if (folder.path / PROMPTS).is_file():
         where = folder.path / PROMPTS
         try:
-            values = json.loads(where.read_text(encoding="utf-8"))
+            values = load_json(where)
+            if not isinstance(values, dict):
+                raise ValueError(f"it holds {type(values).__name__}, not an object")
         except (OSError, ValueError) as error:
             raise ConfigError([f"{where}: is damaged ({error}); copy the run folder again"], "model") from None
     for key in TOKENS_OF_PROMPTS:
@@ -463,7 +465,10 @@ def changed_files(folder: Path, names: Iterable[str] = (WEIGHTS, TOKENIZER)) -> 
     sums, problems = folder / SUMS, []
     if not sums.is_file():
         return []
-    lines = [line.split() for line in sums.read_text(encoding="utf-8", errors="replace").splitlines()]
+    try:
+        lines = [line.split() for line in load_text(sums, errors="replace").splitlines()]
+    except ValueError as error:
+        return [f"{sums}: is damaged ({error}); copy the folder again"]
     expected = {line[1]: line[0] for line in lines if len(line) == 2}
     for name in names:
         file = folder / name

@@ -18,6 +18,8 @@ from pathlib import Path
 from linnet.config import ConfigError
 from linnet.runs.files import write_atomic
 
+MOST_ROW = 1 << 24  # bytes of a row; a file with longer ones is damaged
+
 _NUMBERS = (
     "params_total params_non_embedding tokens flops loss curve train_loss validation_loss bits_per_byte seconds"
 ).split()  # as rows and results have them
@@ -44,7 +46,7 @@ class Record:
         lines = _whole_lines(path)
         lines = lines if keep is None else lines[:keep]
         text = "".join(line + "\n" for line in lines)
-        if path.exists() and path.read_bytes() != text.encode():
+        if _differs(path, text.encode()):
             write_atomic(path, text)
         self.rows, self._sha256 = len(lines), hashlib.sha256(text.encode())
         self._file = open(path, "ab", buffering=0)
@@ -171,18 +173,24 @@ def plain(value):
     return value
 
 
+def _differs(path: Path, content: bytes) -> bool:
+    """Whether a record is not a file of this content. A link is none: rows would go where it leads to."""
+    if path.is_symlink() or not path.is_file():
+        return os.path.lexists(path)
+    return path.stat().st_size != len(content) or path.read_bytes() != content
+
+
 def _whole_lines(path: Path) -> list[str]:
-    if not path.exists():
+    if not path.is_file():
         return []
-    lines = []
-    for raw in path.read_bytes().splitlines(keepends=True):
-        if not raw.endswith(b"\n"):
-            break
-        try:
-            line = raw.decode("utf-8").rstrip("\n")
-            if not _is_row(json.loads(line)):
+    lines: list[str] = []
+    with open(path, "rb") as file:
+        while (raw := file.readline(MOST_ROW)).endswith(b"\n"):
+            try:
+                line = raw.decode("utf-8").rstrip("\n")
+                if not _is_row(json.loads(line)):
+                    break
+            except (ValueError, RecursionError):  # a power failure in the middle of a block: later rows may be wrong
                 break
-        except (ValueError, RecursionError):  # a power failure in the middle of a block: later rows may be wrong too
-            break
-        lines.append(line)
+            lines.append(line)
     return lines

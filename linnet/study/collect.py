@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from linnet.config import ConfigError, refuse
+from linnet.config import ConfigError, load_json, refuse
 from linnet.runs import RunFolder
 from linnet.runs.files import csv_text, ends_whole, read_csv, write_atomic
 from linnet.runs.record import BY_WEIGHTS, curve_rows
@@ -240,7 +240,7 @@ def read_rate_runs(folder: Path) -> list[dict[str, Any]]:
 
 def _read_plan(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     try:
-        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        plan = load_json(folder / PLAN)
         return plan["runs"], plan.get("sensitivity", [])
     except FileNotFoundError:
         raise ConfigError([f"{folder}: not a study folder (it has no {PLAN}); run linnet study first"]) from None
@@ -326,7 +326,7 @@ def _records(path: Path) -> tuple[list[dict], int]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             bad += 1
             continue
         if isinstance(row, dict):

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet import trust
-from linnet.config import ConfigError, read_yaml, refuse
+from linnet.config import ConfigError, load_json, read_yaml, refuse
 from linnet.data.corpus import MixtureSource, Portion, mixture_of
 from linnet.options import duration
 from linnet.runs import RunFolder
@@ -333,7 +333,7 @@ def check_same_data(folder: Path, config: StudyConfig, corpus: str) -> None:
     if not (folder / PLAN).is_file() or not (folder / "study.yaml").is_file():
         return
     try:
-        before = json.loads((folder / PLAN).read_text(encoding="utf-8"))["corpus"]
+        before = load_json(folder / PLAN)["corpus"]
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{folder / PLAN}: is damaged ({error}) and does not identify the text that the runs were trained on"
         raise ConfigError([f"{problem}; if the text is the same, delete this file and run again"], "study") from None

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from safetensors.torch import save_file
 
-from linnet.config import ConfigError, parse, refuse
+from linnet.config import ConfigError, load_json, parse, refuse
 from linnet.hf.export import PREPROCESSOR, joined
 from linnet.hf.layouts.base import BLOCK, LARGEST, Part, Plan, Settings, stack
 from linnet.models import StackConfig
@@ -324,7 +324,7 @@ def export_vit(
 def _class_names(path: Path, classes: int) -> list[str]:
     """Returns the names of the classes: those beside the model, or transformers' default names."""
     try:
-        names = json.loads((path / CLASSES).read_text(encoding="utf-8"))
+        names = load_json(path / CLASSES)
     except (OSError, ValueError):
         names = None
     if isinstance(names, list) and len(names) == classes and len(set(map(str, names))) == classes:

@@ -9,7 +9,6 @@ The autoencoder is a local folder of config.json and safetensors. No code and no
 
 import contextlib
 import importlib.util
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError, Problem, checking, digest, gather, parse, shown, unwritable
+from linnet.config import ConfigError, Problem, checking, digest, gather, load_json, parse, shown, unwritable
 from linnet.data.images import ImageDataConfig
 from linnet.data.images.sources import LATENTS, about_latents
 from linnet.data.parts import locked, remove_halves, whole_file, write_json
@@ -107,7 +106,7 @@ def find_autoencoder(folder: str | Path) -> AutoencoderFolder:
                 [f"{folder}: {'is a file' if path.exists() else 'there is no such folder'}; {fix}, {got}"]
             )
         with contextlib.suppress(OSError, ValueError):
-            values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            values = load_json(path / "config.json")
         if (path / "vae" / "config.json").is_file() and not isinstance(values, dict):
             raise ConfigError([f"{folder}: is a pipeline of diffusers; name its autoencoder, {path / 'vae'}"])
         if not isinstance(values, dict):

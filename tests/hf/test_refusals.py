@@ -240,7 +240,7 @@ def test_folders_that_are_none(tmp_path):
     [
         ("config.json", b"[" * 100_000, "config.json: is not JSON"),
         ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json: is not JSON"),
-        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja: is not UTF-8"),
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja: cannot be read"),
     ],
 )
 def test_damaged_files_are_named_and_leave_no_folder(file, content, message, tmp_path):

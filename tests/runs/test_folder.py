@@ -92,6 +92,17 @@ def test_one_process_at_a_time(tmp_path, in_child):
     assert in_child(lock) == "got it"
 
 
+def test_a_lock_that_leads_elsewhere_overwrites_nothing(tmp_path):
+    run, other = RunFolder.create(tmp_path, CONFIG), tmp_path / "other"
+    other.write_text("mine")
+    for make in (lambda path: path.symlink_to(other), lambda path: path.symlink_to(tmp_path / "new"), os.mkfifo):
+        (run.path / ".lock").unlink(missing_ok=True)
+        make(run.path / ".lock")
+        with pytest.raises(ConfigError, match=r"\.lock: is not a file"), run.lock():
+            pass
+    assert other.read_text() == "mine" and not (tmp_path / "new").exists()
+
+
 def test_a_killed_process_gives_the_lock_back(tmp_path, in_child):
     run = RunFolder.create(tmp_path, CONFIG)
 

@@ -211,8 +211,17 @@ def test_a_chat_template_that_is_not_utf_8_is_named_by_the_training_that_would_t
     folder = model_folder(tmp_path, family("llama")(16, 1, vocab_size=VOCABULARY))
     assert TEMPLATE in files_of_start(folder, special_tokenizer())
     (folder / TEMPLATE).write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=f"{TEMPLATE}: is not UTF-8"):
+    with pytest.raises(ConfigError, match=f"{TEMPLATE}: cannot be read"):
         files_of_start(folder, special_tokenizer())
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "{", '{"sampling": 3}'])
+def test_damaged_notes_on_prompts_are_named(tmp_path, text):
+    folder = model_folder(tmp_path, family("llama")(16, 1, vocab_size=VOCABULARY))
+    load_model(folder)
+    (folder / "prompts.json").write_text(text)
+    result = CliRunner().invoke(app, ["generate", str(folder), "a"])
+    assert result.exit_code == 2 and "prompts.json" in result.output
 
 
 def test_files_of_a_model_folder_that_changed_are_named(tmp_path):

@@ -54,6 +54,32 @@ def test_a_torn_last_line_is_repaired(tmp_path, torn):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
+def test_rows_do_not_go_where_a_link_leads(tmp_path):
+    """A folder from somebody else may link its record to any file of this machine."""
+    other, path = tmp_path / "other", tmp_path / "metrics.jsonl"
+    for content in (None, '{"step": 1}\n', "not rows\n"):
+        other.unlink(missing_ok=True)
+        if content is not None:
+            other.write_text(content)
+        path.unlink(missing_ok=True)
+        path.symlink_to(other)
+        with Record(path) as record:
+            record.write({"step": 2})
+        assert (other.read_text() if other.exists() else None) == content
+        assert read_rows(path)[-1] == {"step": 2} and not path.is_symlink()
+
+
+def test_a_record_that_never_ends_is_a_record_without_rows(tmp_path):
+    for number, make in enumerate((os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.touch())):
+        path = tmp_path / f"{number}.jsonl"
+        make(path)
+        if path.stat().st_size == 0 and path.is_file():
+            os.truncate(path, 1 << 40)
+        assert read_rows(path) == []
+        Record(path).write({"step": 1})
+        assert path.read_text() == '{"step": 1}\n'
+
+
 def test_fewer_rows_than_the_checkpoint_knew_of(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')

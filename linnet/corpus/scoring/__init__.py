@@ -24,7 +24,7 @@ import yaml
 from pydantic import Field, field_validator
 
 from linnet import trust
-from linnet.config import Config, ConfigError, gather, parse, read_yaml, refuse, unwritable
+from linnet.config import Config, ConfigError, gather, load_json, parse, read_yaml, refuse, unwritable
 from linnet.corpus.documents import Document, Part, Samples, around, find_inputs, find_parts, read_part
 from linnet.corpus.scoring.sample import PASS_RATE, Sample, decide, draw_sample, read_verdicts
 from linnet.corpus.scoring.score import FilterConfig, filter_stage, half_of, score_stage
@@ -174,7 +174,7 @@ def _rounds(
         folder = out / f"round-{number}"
         result: dict[str, Any] | None = None
         with contextlib.suppress(OSError, ValueError):
-            result = json.loads((folder / ROUND).read_text(encoding="utf-8"))
+            result = load_json(folder / ROUND)
         if result is None:
             result = _round(config, number, out, review, workers, progress, say)
         for name in ("half-0", "half-1", "cache"):  # text of this round that nothing reads any more

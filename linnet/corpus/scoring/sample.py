@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from linnet.config import Config, ConfigError, parse, refuse
+from linnet.config import Config, ConfigError, load_json, parse, refuse
 from linnet.corpus.documents import Document, find_parts, read_part
 from linnet.corpus.scoring.score import Per, score_of
 from linnet.evaluate.classification import wilson
@@ -274,11 +274,11 @@ def read_verdicts(path: str | Path) -> Verdicts:
         ConfigError: the file is missing or damaged; lists all problems.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = load_json(path)
     except OSError as error:
         problem = f"{path}: cannot be read ({error.strerror or error}); name the file that the review page saved"
         raise ConfigError([problem], "verdicts") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         problem = f"{path}: is not JSON ({error}); save it from the review page again"
         raise ConfigError([problem], "verdicts") from None
     if not isinstance(values, dict):

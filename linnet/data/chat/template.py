@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, load_text
 from linnet.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, encode_inside
 
 FILE = "chat_template.jinja"
@@ -393,10 +393,8 @@ def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path 
     try:
         if not path.is_file():
             raise OSError("it is not a file")
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise OSError(f"it has {size:,} bytes; a template has at most {MOST_BYTES:,}")
-        source = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        source = load_text(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); give a template in UTF-8"], "chat template") from None
     return ChatTemplate(source, tokenizer, str(path))
 
@@ -405,9 +403,9 @@ def read_template(folder: Path) -> str | None:
     """Returns the source of the chat template of a folder, None without one. Raises ConfigError if it is damaged."""
     file = folder / FILE
     try:
-        return file.read_text(encoding="utf-8") if file.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
-        problem = f"{file}: is not UTF-8 text ({error}); copy it again, or remove it"
+        return load_text(file, MOST_BYTES) if file.is_file() else None
+    except (OSError, ValueError) as error:
+        problem = f"{file}: cannot be read ({error}); copy it again as UTF-8, or remove it"
         raise ConfigError([problem], "chat template") from None
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linnet.config import ConfigError, first_of, nearest
+from linnet.config import ConfigError, first_of, load_json, nearest
 from linnet.data import hub
 from linnet.data.images import DIGITS, ImageDataConfig
 from linnet.data.records import UNREADABLE, BadFile, SourceFile, damage, open_parquet, read_parquet
@@ -195,7 +195,7 @@ def about_latents(folder: Path) -> dict | None:
         ConfigError: the file is damaged.
     """
     try:
-        about = json.loads((folder / LATENTS).read_text(encoding="utf-8"))
+        about = load_json(folder / LATENTS)
     except OSError:
         return None
     except ValueError:

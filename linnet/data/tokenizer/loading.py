@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from linnet.config import ConfigError, shown
+from linnet.config import ConfigError, load_json, shown
 from linnet.data import hub, wikitext
 from linnet.data.tokenizer.config import (
     END_OF_DOCUMENT,
@@ -153,9 +153,7 @@ def load_tokenizer(
         return tokenizer
     path = Path(path).expanduser()
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise OSError("it is a pipe, socket or device")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = load_json(path)
         if not isinstance(values, dict):
             raise TypeError("it holds no object")
         notes = values.pop("linnet", {})

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from safetensors.numpy import save
 
-from linnet.config import ConfigError, digest, unwritable
+from linnet.config import ConfigError, digest, load_json, unwritable
 from linnet.data.parts import WAIT, Part, clear_stage, locked, remove_halves, run_parts, whole_file, write_json
 from linnet.data.sources import (
     PLAN,
@@ -130,7 +130,7 @@ def write_lra(
 def read_lra_stage(folder: Path) -> dict[str, Any] | None:
     """Returns the content of `stage.json` if a folder holds a whole task, else None."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        values = json.loads((folder / STAGE).read_text(encoding="utf-8"))
+        values = load_json(folder / STAGE)
         if values.get("stage") == KIND:
             return values
     return None

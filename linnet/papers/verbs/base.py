@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
+from linnet.config import load_json
 from linnet.papers.item import Form, Step
 from linnet.runs import RunFolder, folder
 from linnet.runs.files import write_atomic
@@ -82,7 +83,7 @@ def read_planned(job: Job) -> list[Planned]:
     plans = []
     for path in (job.folder / PLANNED).glob(f"{job.step.name}.*.json"):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = load_json(path)
             if values["step"] == job.digest and path == _path(job, values["seed"]):
                 plans.append(Planned(values["seed"], values["work"], values["about"], tuple(values["notes"])))
         except (OSError, ValueError, KeyError, TypeError):  # removed meanwhile, or damaged: the step writes it again
@@ -113,7 +114,7 @@ def write_planned(job: Job, seed: int | None, work: str, about: dict[str, Any], 
 def _step_of(path: Path) -> str | None:
     """Returns the digest of the step that a file was written for; None if there is none, or it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["step"]
+        return load_json(path)["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import ConfigError, digest, parse, refuse
+from linnet.config import ConfigError, digest, load_json, parse, refuse
 from linnet.inference.benchmark import NUMBERS, Case, Linnet, copy_bandwidth, measure
 from linnet.models import RECIPES, get_recipe
 from linnet.models.registry import unknown_recipe
@@ -47,7 +47,7 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
                 unfinished += 1
                 continue
             try:
-                rows = json.loads(kept.read_text(encoding="utf-8"))
+                rows = load_json(kept)
             except ValueError as error:
                 raise ConfigError([f"{kept}: is damaged ({error}); delete it and run again"], job.where) from None
             for row in rows:

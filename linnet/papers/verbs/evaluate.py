@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnet.config import digest, gather, parse, refuse
+from linnet.config import digest, gather, load_json, parse, refuse
 from linnet.data import ByteTokenizer
 from linnet.evaluate.evaluators import NeedleEvaluator, Questions, TaskEvaluator
 from linnet.evaluate.retrieval.needle import items
@@ -112,7 +112,7 @@ def _lengths(evaluator: NeedleEvaluator) -> Iterator[str]:
 
 def _read(path: Path) -> dict[str, dict[str, float]]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return load_json(path)
     except (FileNotFoundError, ValueError):
         return {}
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from linnet.config import ConfigError, digest, read_yaml
+from linnet.config import ConfigError, digest, load_json, read_yaml
 from linnet.papers.verbs.base import (
     Cost,
     Job,
@@ -93,7 +93,7 @@ def collect(job: Job, planned: Sequence[Planned], earlier: Mapping[str, Outcome]
 def _merge(path: Path, planned: Sequence[Planned], runs: dict[str, dict[str, Any]]) -> None:
     """Makes the study in `path` that of all seeds, in the files that fits and reports read."""
     varied = {run["run"]: run for plan in planned for run in plan.about["sensitivity"]}
-    record = json.loads((path / PLAN).read_text(encoding="utf-8")) | {"runs": sorted(runs.values(), key=_order)}
+    record = load_json(path / PLAN) | {"runs": sorted(runs.values(), key=_order)}
     if varied:
         record["sensitivity"] = sorted(varied.values(), key=_order)
     write_atomic(path / PLAN, json.dumps(record, indent=1) + "\n")

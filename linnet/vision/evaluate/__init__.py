@@ -1,7 +1,6 @@
 """Scores of classifiers and of samples."""
 
 import contextlib
-import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from linnet.config import Config, ConfigError, checking, parse, refuse
+from linnet.config import Config, ConfigError, checking, load_json, parse, refuse
 from linnet.evaluate.evaluators import Names
 from linnet.evaluate.results import Evaluation
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
@@ -84,7 +83,7 @@ def read_classes(folder: Path, count: int) -> list[str] | None:
     if not path.is_file():
         return None
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))
+        names = load_json(path)
     except ValueError:
         names = None
     if not isinstance(names, list) or len(names) != count or not all(isinstance(name, str) for name in names):

@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linnet import provenance
-from linnet.config import FIGURES, check_study
+from linnet.config import FIGURES, check_study, load_json
 from linnet.evaluate.compare import REAL, Comparison, between, compare, shared, shown
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.laws.orders import Order
@@ -659,7 +658,7 @@ def _losses(found: Denoiser) -> Figure | None:
 
 def _classes(folder: Path) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
-        names = json.loads((folder / CLASSES).read_text(encoding="utf-8"))
+        names = load_json(folder / CLASSES)
         count = min(10, len(names))
         return [str(names[number * len(names) // count]) for number in range(count)]
     return []
