@@ -96,18 +96,18 @@ class Reader:
     """
 
     def __init__(self, files: Iterable[Path]):
-        """Raises `SafetensorError` or `OSError` if a file cannot be read."""
+        """Raises `SafetensorError`, `ValueError` or `OSError` if a file cannot be read."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._places: dict[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]] = {}
         self._open: dict[Path, safe_open] = {}
         for path in files:
             file = self._file(path)
-            offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
+            offsets = _offsets((file.metadata() or {}).get(SHARDING, "{}"), path)
             for name in file.keys():  # noqa: SIM118, it is not a mapping
                 part = file.get_slice(name)
                 shape = tuple(part.get_shape())
-                offset = tuple(offsets[name][OFFSETS]) if name in offsets else (0,) * len(shape)
+                offset = offsets.get(name, (0,) * len(shape))
                 before = self.shapes.get(name, (0,) * len(shape))
                 self.shapes[name] = tuple(map(max, before, map(sum, zip(offset, shape, strict=True))))
                 self._dtypes[name] = _TYPES[part.get_dtype()]
@@ -122,6 +122,9 @@ class Reader:
         places = self._places[name]
         if len(places) == 1 and places[0][2] == self.shapes[name]:
             return self._file(places[0][0]).get_tensor(name)
+        held, needed = sum(math.prod(shape) for _, _, shape in places), math.prod(self.shapes[name])
+        if held != needed:  # before memory is taken: an offset may be any number
+            raise ValueError(f"{name}: the files hold {held} of {needed} numbers")
         joined = torch.empty(self.shapes[name], dtype=self._dtypes[name])
         self.fill(name, Slice.whole(joined))
         return joined
@@ -159,3 +162,14 @@ class Reader:
 
 def _bytes(part: Slice) -> memoryview:
     return memoryview(part.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _offsets(text: str, path: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the offset of each slice of a file. Raises ValueError for a header that `write` did not make."""
+    try:
+        offsets = {name: tuple(entry[OFFSETS]) for name, entry in json.loads(text).items()}
+        if all(type(number) is int and number >= 0 for offset in offsets.values() for number in offset):
+            return offsets
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"{path}: {SHARDING} of its header is damaged")

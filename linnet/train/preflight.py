@@ -199,5 +199,5 @@ def header_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the tensors in safetensors files. Raises ConfigError if a header cannot be read."""
     try:
         return slices.Reader(files).shapes
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError([f"{files[0].parent}: is damaged ({error}); copy it again"], "checkpoint") from None

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from linnet.runs.slices import Reader, Slice, write
 
@@ -64,3 +65,15 @@ def test_types_sums_and_damage(tmp_path):
     (tmp_path / "b").write_bytes(data[:40])
     with pytest.raises(SafetensorError, match="/b: "):
         Reader([tmp_path / "a", tmp_path / "b"])
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    ["[]", "[" * 100_000, '{"x": []}', '{"x": {"saved_offsets": ["1"]}}', '{"x": {"saved_offsets": [-2]}}']
+    + ['{"x": {"saved_offsets": [1, 2]}}', '{"x": {"saved_offsets": [1125899906842624]}}'],
+)
+def test_offsets_of_somebody_else_are_damage_and_take_no_memory(tmp_path, offsets):
+    save_file({"x": torch.zeros(2)}, tmp_path / "a", metadata={"DCP_SHARDING_INFO": offsets})
+    save_file({"x": torch.zeros(1)}, tmp_path / "b")
+    with pytest.raises(ValueError, match="damaged|numbers|shorter"):
+        Reader([tmp_path / "a", tmp_path / "b"]).whole("x")
