@@ -1,6 +1,7 @@
 """Tokenizers: exact round trips, exact byte counts, an end of document that text never produces."""
 
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
@@ -408,3 +409,17 @@ def test_a_file_of_tiktoken_that_is_not_there_or_has_the_end_of_a_document(ranks
 
 def expanded(path):
     return parse(DataConfig, {"tokenizer": str(path)}).tokenizer
+
+
+@pytest.mark.parametrize("key, inner", [("normalizer", "normalizers"), ("decoder", "decoders")])
+def test_a_tokenizer_that_lengthens_texts_without_bound_is_refused(tmp_path, key, inner):
+    """Each of six steps writes 100 letters for one: the library would take all memory for a text of one letter."""
+    path = tmp_path / "tokenizer.json"
+    train_wordpiece(["a text of some words"] * 9, 35, False).save(path)
+    values = json.loads(path.read_text())
+    for count, refused in ((1, False), (6, True)):
+        step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+        values[key] = {"type": "Sequence", inner: [step] * count}
+        path.write_text(json.dumps(values))
+        with pytest.raises(ConfigError, match=key) if refused else contextlib.nullcontext():
+            load_tokenizer(path)

@@ -1,15 +1,40 @@
 """What the values of a tokenizer.json of the `tokenizers` library say, and the changes that Linnet makes to them."""
 
 import functools
+import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import pre_tokenizers
 
 from linnet.config import shown
 from linnet.data.tokenizer.config import MOST_IDS
 
+MOST_GROWTH = 1000  # times as long as a text, after the replacements of a tokenizer.json
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def endless_growth(values: dict) -> str | None:
+    """Returns a problem if a tokenizer lengthens texts without bound: six steps that write 100 letters for one make
+    10^12 of each letter."""
+    for key in ("normalizer", "decoder"):
+        if (times := _growth(values.get(key))) > MOST_GROWTH:
+            return f"{key} may make a text {times:,.0f} times as long, and {MOST_GROWTH} is the most; use another one"
+    return None
+
+
+def _growth(step: Any) -> float:
+    """Returns how many times as long the replacements of a normalizer or decoder may make a text."""
+    if not isinstance(step, dict):
+        return 1.0
+    inner = [part for key in ("normalizers", "decoders") if isinstance(step.get(key), list) for part in step[key]]
+    times = math.prod(map(_growth, inner))
+    pattern, content = step.get("pattern"), step.get("content")
+    if step.get("type") == "Replace" and isinstance(pattern, dict) and isinstance(content, str):
+        least = len(str(pattern.get("String", "")).encode()) or 1  # an expression may match one letter
+        times *= max(1.0, len(content.encode(errors="surrogatepass")) / least)
+    return times
 
 
 def bad_id(values: dict) -> str | None:

@@ -24,7 +24,7 @@ from linnet.data.tokenizer.config import (
     WordPieceTokenizerConfig,
 )
 from linnet.data.tokenizer.encoding import ByteTokenizer, FileTokenizer, Tokenizer
-from linnet.data.tokenizer.file import bad_id, byte_values
+from linnet.data.tokenizer.file import bad_id, byte_values, endless_growth
 
 
 def given_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
@@ -161,7 +161,7 @@ def load_tokenizer(
             notes = {}
         if notes.get("kind") == "byte":
             return ByteTokenizer()
-        if problem := bad_id(values):
+        if problem := bad_id(values) or endless_growth(values):
             raise ConfigError([f"tokenizer {path}: {problem}"], "data")
         inner = tokenizers.Tokenizer.from_str(json.dumps(values))
         known = {token.content for token in inner.get_added_tokens_decoder().values()}
