@@ -114,6 +114,8 @@ class _Group(typer.core.TyperGroup):
                 message = f"{where}the disk is full; free some space and run the same command again"
             elif error.filename is not None:
                 message = f"{error.filename}: cannot be read or written ({error.strerror}); name another path"
+            elif isinstance(error, FileNotFoundError) and _is_nowhere():
+                message = "the current folder was removed; change to one that is there"
             else:
                 raise
             console.print(f"[bold red]error[/] {escape(printable(message))}", highlight=False)
@@ -139,6 +141,15 @@ class _Group(typer.core.TyperGroup):
         if not UNSAVED.isdisjoint(args):
             ctx.meta["unsaved"] = True
         return super().resolve_command(ctx, args)
+
+
+def _is_nowhere() -> bool:
+    """Whether the current folder was removed. It still exists under the name `.`."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -173,3 +173,11 @@ def test_a_word_that_is_neither_a_command_nor_a_path_is_refused_with_the_nearest
 def test_a_lock_of_a_killed_process_is_not_in_use(place):
     (Path("runs/a") / ".lock").write_text("99999999")
     assert RunFolder("runs/a").owner() is None and RunFolder("runs/c").owner() is None
+
+
+def test_a_current_folder_that_was_removed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = CliRunner().invoke(app, ["train", "--model", "tnl-10m"])
+    assert result.exit_code == 2 and "the current folder was removed" in result.stderr
