@@ -241,7 +241,10 @@ def read_rate_runs(folder: Path) -> list[dict[str, Any]]:
 def _read_plan(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     try:
         plan = load_json(folder / PLAN)
-        return plan["runs"], plan.get("sensitivity", [])
+        lists = plan["runs"], plan.get("sensitivity", [])
+        if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists):
+            raise TypeError("its runs are not a list of mappings")
+        return lists
     except FileNotFoundError:
         raise ConfigError([f"{folder}: not a study folder (it has no {PLAN}); run linnet study first"]) from None
     except (ValueError, KeyError, TypeError) as error:

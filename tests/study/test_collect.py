@@ -14,7 +14,7 @@ from linnet.models import flops_004, flops_exact
 from linnet.report.records import read_study
 from linnet.runs import RunFolder
 from linnet.runs.model import read_config
-from linnet.study.collect import COLUMNS, as_csv, collect, complete, load_study, renew
+from linnet.study.collect import COLUMNS, as_csv, collect, complete, load_study, read_plan, renew
 from linnet.study.differences import read_differences
 from linnet.study.rates import read_vertices
 
@@ -168,3 +168,12 @@ def test_rows_without_the_columns_are_completed_from_their_folders(tmp_path):
 def test_tables_of_no_run_and_of_one():
     assert as_csv([]) == ",".join(COLUMNS) + "\n"
     assert as_csv([{"run": "one", "loss": math.nan}]) == "run,loss\none,\n"
+
+
+@pytest.mark.parametrize(
+    "plan", ['{"runs": 3}', '{"runs": ["a"]}', '{"runs": [], "sensitivity": 1}', "[]", "[" * 100_000]
+)
+def test_a_plan_of_somebody_else_is_damaged(tmp_path, plan):
+    (tmp_path / "plan.json").write_text(plan)
+    with pytest.raises(ConfigError, match=r"plan\.json: is damaged"):
+        read_plan(tmp_path)
