@@ -399,9 +399,8 @@ class RunFolder:
         import fcntl
 
         with open(self._lock_file, encoding="utf-8") as file:
-            if not (
-                written := file.read(_LINE).strip()
-            ):  # the holder writes its id at once and empties the file at the end
+            written = file.read(_LINE).strip()
+            if not written:  # the holder writes its id at once and empties the file at the end
                 return None
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
