@@ -4,7 +4,11 @@ In a sweep of one architecture and width, the loss is a parabola in log2 of the 
 and a constant of its own for each seed. Its vertex is the best rate r*. The law is ln r*(d) = ln a + b ln d, fitted to
 the vertices with the inverse of their variances as weights. Variances are those of least squares (the delta method for
 a vertex), with one residual variance for all widths of an architecture; intervals are those of Student's t.
-`tests/study/test_rates.py` checks their coverage by simulation.
+
+Losses rise faster above the best rate than below it, and then every vertex lies too low, or too high, by an amount that
+depends on the place of the rates. So each interval has that of cubics too, whose third coefficient all widths share, as
+far as the losses support it: an end goes the share 1 - 1 / F of the way to the cubics', with F the squares that the
+coefficient explains over the residual variance. `tests/study/test_rates.py` checks the coverage by simulation.
 """
 
 import math
@@ -204,18 +208,71 @@ def fit_rates(vertices: Mapping[int, Vertex]) -> TunedRate | None:
             scale, reach = scatter, float(stats.t.ppf(0.975, left))
     half = reach * math.sqrt(scale * inverse[1, 1])
     margins = float(stats.t.ppf(0.975, freedom)) * np.sqrt(variance)
+    b_ends = np.array([b - half, b + half])
+    ends = np.stack([y - margins, y + margins])
+    if (cubics := _cubics(list(optima.values()))) is not None:
+        share, moved, covariance = cubics
+        reach = float(stats.t.ppf(0.975, freedom - 1))
+        slopes = (inverse @ (columns / variance[:, None]).T)[1]  # b as a sum of the vertices
+        half = reach * math.sqrt(max(float(slopes @ covariance @ slopes), 0.0))
+        margins = reach * np.sqrt(np.diag(covariance))
+        b_ends = _towards(b_ends, slopes @ moved + np.array([-half, half]), share)
+        ends = _towards(ends, np.stack([moved - margins, moved + margins]), share)
+    lows, highs = np.exp(ends)
     widths = {
         width: TunedWidth(
             rate=float(f"{vertex.rate:.4g}"),
-            low=float(f"{vertex.rate * math.exp(-margin):.4g}"),
-            high=float(f"{vertex.rate * math.exp(margin):.4g}"),
+            low=float(f"{low:.4g}"),
+            high=float(f"{high:.4g}"),
             loss=round(vertex.loss, 5),
         )
-        for (width, vertex), margin in zip(optima.items(), margins, strict=True)
+        for (width, vertex), low, high in zip(optima.items(), lows, highs, strict=True)
         if vertex.rate is not None
     }
-    low, high = float(b - half), float(b + half)
+    low, high = map(float, b_ends)
     return TunedRate(a=float(np.exp(ln_a)), b=float(b), b_low=low, b_high=high, fits=fits, widths=widths)
+
+
+def _towards(ends: np.ndarray, others: np.ndarray, share: float) -> np.ndarray:
+    """Returns the ends [2, ...] of intervals, moved outwards by a share of the way to those of others."""
+    low = ends[0] + share * np.minimum(0.0, others[0] - ends[0])
+    high = ends[1] + share * np.maximum(0.0, others[1] - ends[1])
+    return np.stack([low, high])
+
+
+def _cubics(vertices: Sequence[Vertex]) -> tuple[float, np.ndarray, np.ndarray] | None:
+    """Returns the minima of cubics through the sweeps of several widths, with one third coefficient for all widths.
+
+    Returns:
+        the share by which intervals follow them, the log of their rates [W], and the covariance of these [W, W]; None
+        if the losses do not support a third coefficient. A cubic without a minimum inside its rates has it at the rate
+        that is the nearest to it.
+    """
+    parts, square, product, left, freedom = [], 0.0, 0.0, 0.0, -1
+    for vertex in vertices:
+        u = np.array([row[0] for row in vertex.rows]) - vertex.centre
+        seed, y = np.array([row[1] for row in vertex.rows]), np.array([row[2] for row in vertex.rows])
+        q, r = np.linalg.qr(np.column_stack([*(seed == one for one in np.unique(seed)), u, u**2]).astype(float))
+        inverse, third = np.linalg.inv(r)[-2:], u**3 - q @ (q.T @ u**3)
+        parts.append((inverse @ inverse.T, inverse @ (q.T @ u**3), float(np.abs(u).max())))
+        square, product = square + float(third @ third), product + float(third @ y)
+        left, freedom = left + vertex.rss, freedom + vertex.freedom
+    c3 = product / square
+    noise = max((left - c3 * product) / freedom, FLOOR)
+    if c3 * product <= noise:
+        return None
+    minima, shares, own = [], [], []
+    for vertex, (covariance, cubed, most) in zip(vertices, parts, strict=True):
+        bend = vertex.coefficients[2]
+        c1, c2 = np.array(vertex.coefficients[1:]) - c3 * cubed
+        root = math.sqrt(max(c2**2 - 3 * c3 * c1, 0.0))
+        minimum = min(max(-c1 / (c2 + root), -most), most) if c2 + root > 0 else math.copysign(most, -c1)
+        at, curve = np.array([1, 2 * minimum]), max(2 * c2 + 6 * c3 * minimum, bend)
+        minima.append(minimum + vertex.centre)
+        own.append(float(at @ covariance @ at) / curve**2)
+        shares.append((at @ cubed - 3 * minimum**2) / curve)
+    covariance = noise * (np.diag(own) + np.outer(shares, shares) / square)
+    return 1 - noise / (c3 * product), math.log(2) * np.array(minima), math.log(2) ** 2 * covariance
 
 
 def write_rates(rates: Rates, path: str | Path) -> None:
