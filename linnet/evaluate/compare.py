@@ -4,10 +4,12 @@ Two results are compared if they have the same settings (`asked`, except for the
 between models) and the same content (`scored`): a file that changed between two evaluations is another text. A
 comparison uses the items that all models have. Intervals are percentiles of a bootstrap over items (documents,
 questions, cells of a needle grid; `linnet.laws.orders.percentile_interval`). All models share the same resamples, so
-that differences are paired. The test of a difference is a paired permutation test: it swaps the two models' scores of
-single items at random (R. A. Fisher, "The Design of Experiments", 1935, section 21). With few items it enumerates all
-swaps. Holm's method adjusts the p-values of one call together (S. Holm, Scand. J. Statist. 6, 1979), which bounds the
-probability of any false positive among them by the level.
+that differences are paired. If all scores are 0 or 1, a share has the interval of Clopper and Pearson, and a difference
+that of `linnet.evaluate.classification.paired_interval`: resamples have no answer that did not occur. The test of a
+difference is a paired permutation test: it swaps the two models' scores of single items at random (R. A. Fisher, "The
+Design of Experiments", 1935, section 21). With few items it enumerates all swaps. Holm's method adjusts the p-values of
+one call together (S. Holm, Scand. J. Statist. 6, 1979), which bounds the probability of any false positive among them
+by the level.
 
 Only one metric per task is tested: the first that has items. If the record lists the metrics that count
 (`detail["shown"]`), only these are candidates. The other metrics are shown without a test, since most of them are the
@@ -24,6 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from linnet.config import digest, first_names
+from linnet.evaluate.classification import exact_interval, paired_interval
 from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import Evaluation, Result
 from linnet.laws.orders import FEWEST, Order, holm, percentile_interval
@@ -339,8 +342,13 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
     change = _exp if first.average == "exp" else np.asarray
     means = change((values * weights).sum(1) / weights.sum(1))
     drawn = change(bootstrap_means(values, weights, seed)) if finite and len(ids) > 1 else None
+    right = _right(values, weights) if first.average == "mean" else None
     numbers = tuple(
-        Number(name, mean, None if drawn is None else percentile_interval(drawn[:, i], len(ids)))
+        Number(
+            name,
+            mean,
+            None if drawn is None else _interval(drawn[:, i], weights[i], None if right is None else right[i]),
+        )
         for i, (name, mean) in enumerate(zip(names, means.tolist(), strict=True))
     )
     differences, untested = [], ""
@@ -355,10 +363,37 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
             parts = values * weights / weights.sum(1, keepdims=True)
             for i, j in itertools.combinations(range(len(names)), 2):
                 p = permutation_p(parts[i] - parts[j], seed)
-                between = percentile_interval(drawn[:, i] - drawn[:, j], len(ids))
+                pair = None if right is None else (right[i], right[j])
+                between = _interval(drawn[:, i] - drawn[:, j], weights[i], *pair or ())
                 differences.append(Difference(names[i], names[j], (means[i] - means[j]).item(), between, p, p))
     left_out = len(everything) - len(ids)
     return Comparison(*about, len(ids), left_out, numbers, tuple(differences), untested)
+
+
+def _right(values: np.ndarray, weights: np.ndarray) -> np.ndarray | None:
+    """Returns which items are right, bool [models, items]; None for scores other than 0 and 1, or unequal weights."""
+    is_share = np.isin(values, (0.0, 1.0)).all() and np.ptp(weights) <= 1e-9 * weights.max()
+    return values == 1 if is_share else None
+
+
+def _interval(
+    drawn: np.ndarray, weights: np.ndarray, right: np.ndarray | None = None, other: np.ndarray | None = None
+) -> tuple[float, float] | None:
+    """Returns the interval of a mean, or of a difference of two, over items; None for fewer than `FEWEST` items.
+
+    Resamples of 12 right answers hold no wrong one, and their interval has no width. So shares of right answers have
+    the interval of Clopper and Pearson, and their differences that of `paired_interval`.
+
+    Args:
+        drawn: float64 [RESAMPLES], bootstrap draws of the number.
+        weights: of the items.
+        right, other: which items are right of the model, and of the second of a difference.
+    """
+    if right is None or len(right) < FEWEST:
+        return percentile_interval(drawn, len(weights), weights)
+    if other is None:
+        return exact_interval(int(right.sum()), len(right))
+    return paired_interval(int((right & ~other).sum()), int((other & ~right).sum()), len(right))
 
 
 def _exp(means: np.ndarray) -> np.ndarray:

@@ -285,7 +285,8 @@ def _page(side: Side, drawn: list[tuple], command: str, problems: Sequence[str])
         parts += [*(shell.section(figure, command) for figure in figures), *after]
     facts = {
         "Intervals": f"95%, percentiles of {RESAMPLES:,} bootstrap resamples over items (documents, questions, "
-        "needle cells), the same ones for every model",
+        "needle cells), the same ones for every model; of right and wrong answers those of Clopper and Pearson, and of "
+        "their differences those of Bonett and Price",
         "Tests": "paired permutation test of one metric a task (what its suite counts, else the first); p-values "
         f"of all tests on this page adjusted together by Holm's method; a difference is called one below {REAL:g}",
         **_made(side),

@@ -5,7 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from linnet.evaluate.classification import calibration, confusions, join, score_logits, wilson, worst
+from linnet.evaluate.classification import (
+    calibration,
+    confusions,
+    exact_interval,
+    join,
+    paired_interval,
+    score_logits,
+    wilson,
+    worst,
+)
 
 N, CLASSES = 700, 12
 
@@ -52,6 +61,22 @@ def test_calibration_of_a_calibrated_and_of_a_sure_model():
     sure = score_logits(np.tile([100.0, 0.0], (4, 1)), labels)
     error, bins = calibration(sure)
     assert error == pytest.approx(0.25) and bins[-1].count == 4  # a confidence of 1 is in the last bin
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 6), (6, 6), (1, 6), (4, 6), (5, 10), (199, 200), (9000, 10000)])
+def test_the_exact_interval_is_scipys(right, n):
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.binomtest(right, n).proportion_ci(0.95, method="exact")
+    assert exact_interval(right, n) == pytest.approx((expected.low, expected.high), abs=1e-9)
+    with pytest.raises(ValueError, match="right"):
+        exact_interval(n + 1, n)
+
+
+def test_models_that_agree_on_all_items_have_an_interval_of_their_difference():
+    low, high = paired_interval(0, 0, 20)
+    assert low == -high and 0.05 < high < 0.2
+    assert paired_interval(12, 0, 12)[0] > 0 and paired_interval(12, 0, 12)[1] <= 1
+    assert paired_interval(2, 7, 30) == pytest.approx(tuple(-end for end in paired_interval(7, 2, 30)[::-1]))
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 1), (1, 1), (0, 50), (50, 50), (277, 297), (1, 10_000)])

@@ -53,7 +53,8 @@ def _show_text(record: Evaluation, path: Path) -> None:
     console.print(f"{name}: {documents} by {way}", highlight=False, markup=False)
     table = make_table(style=WIDE | {"show_header": False})
     low_high = score["bits_per_byte_interval"]
-    fewer = f"no interval: fewer than {FEWEST} documents"
+    few = len(score["documents"]) < FEWEST
+    fewer = f"no interval: fewer than {FEWEST} documents" if few else "no interval: all documents have one value"
     interval = f"95 % interval {low_high[0]:.4f} to {low_high[1]:.4f}" if low_high else fewer
     table.add_row("bits per byte", f"{score['bits_per_byte']:.4f}", interval)
     table.add_row("loss", f"{score['loss']:.4f}", "nats per token")

@@ -185,7 +185,8 @@ class TextScore:
 
     def interval(self, seed: int = 0) -> tuple[float, float] | None:
         """Returns the 95 % bootstrap interval of `bits_per_byte` over documents; None for fewer than six."""
-        return percentile_interval(resampled(self.documents, seed), len(self.documents))
+        sizes = [document.bytes for document in self.documents]
+        return percentile_interval(resampled(self.documents, seed), len(sizes), sizes)
 
     def results(self) -> tuple[Result, ...]:
         """Returns the results of the record: one item per document, weighted by its bytes, tokens or words."""
