@@ -54,10 +54,9 @@ def p_value(p: float) -> str:
     return "<0.001" if p < 1e-3 else f"{p:.2g}"
 
 
-def p_equals(p: float, bootstrap: float | None = None) -> str:
-    """p = 0.26 (0.3 by bootstrap), p < 0.001."""
-    text = f"p = {p_value(p)}".replace("= <", "< ")
-    return text if bootstrap is None else f"{text} ({p_value(bootstrap)} by bootstrap)"
+def p_equals(p: float) -> str:
+    """p = 0.26, p < 0.001."""
+    return f"p = {p_value(p)}".replace("= <", "< ")
 
 
 def flops(value: float) -> str:

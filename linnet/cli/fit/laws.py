@@ -73,7 +73,7 @@ def show(law: "LawFit", console: Console) -> None:
     if law.estimates:
         console.print(estimates(law.estimates))
     for test in law.tests:
-        line = f"{test.name}: {p_equals(test.p, test.p_bootstrap)}: {test.conclusion}"
+        line = f"{test.name}: {p_equals(test.p)}: {test.conclusion}"
         console.print(f"  {escape(line)}", soft_wrap=True)
     for test in law.predictions:
         error = f"mean error {test.mean_error:.2%} on {test.tested}" if test.mean_error is not None else "no test"

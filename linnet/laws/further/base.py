@@ -88,7 +88,6 @@ class Test(Result):
     statistic: float
     p: float
     conclusion: str
-    p_bootstrap: float | None = None
     degrees: tuple[int, ...] = ()
 
 

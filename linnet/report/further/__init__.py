@@ -339,7 +339,7 @@ def _numbers(law: LawFit) -> str:
         words = units.prose(estimate.refused or estimate.note)
         about = (units.prose(text) for text in (estimate.name, estimate.of))
         rows.append((*about, value, ends, p, words))
-    lines = [f"{test.name}: {units.p_equals(test.p, test.p_bootstrap)}; {test.conclusion}" for test in law.tests]
+    lines = [f"{test.name}: {units.p_equals(test.p)}; {test.conclusion}" for test in law.tests]
     for test in law.predictions:
         points = units.plural(test.tested, "held-out point")
         error = test.refused or f"mean error {units.percent(test.mean_error or 0.0)} on {points}"
