@@ -129,6 +129,7 @@ class Design:
         scatter: standard deviation of the log of the cost per parameter and token, drawn anew for every run.
         curves: number of records per run if the design has training curves, each with half of the noise of its own.
         tilt: exponent by which the noise falls with the size, from that of the middle size.
+        off: standard deviation of an error of log loss that all runs of a budget share.
     """
 
     budgets: tuple[float, ...]
@@ -139,6 +140,7 @@ class Design:
     scatter: float = 0.0
     curves: int = 0
     tilt: float = 0.0
+    off: float = 0.0
 
     def draw(self, generator: np.random.Generator) -> tuple[pd.DataFrame, dict[str, float]]:
         """Returns a table with noise, and the truth."""
@@ -155,6 +157,9 @@ class Design:
     def noisy(self, table: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
         relative = table["N"] / np.exp(np.log(table["N"]).mean())
         table["loss"] *= np.exp(generator.normal(0, self.noise, len(table)) * relative**-self.tilt)
+        if self.off:
+            budgets, place = np.unique(table["budget"], return_inverse=True)
+            table["loss"] *= np.exp(generator.normal(0, self.off, len(budgets))[place])
         if self.diverged:
             table.loc[int(generator.integers(len(table))), "loss"] += self.diverged
         return table
@@ -281,6 +286,7 @@ def designs() -> dict[str, Design]:
         "5x7, edges drift": grid(5, 7, 1.0, 0.5),
         "5x9, one diverged": grid(5, 9, diverged=0.5),
         "5x9, cost off by 5 %": grid(5, 9, scatter=0.05),
+        "5x5, budgets off by 1 %": grid(5, 5, off=0.01),
         "4x4": grid(4, 4),
         "2x4": grid(2, 4),
         "2x4, noise falls with size": grid(2, 4, tilt=0.5),
@@ -373,7 +379,9 @@ METHODS = {
     "isoflop": Method(isoflop, (*GRIDS, "5x9, cost off by 5 %", "demo"), lambda d: d.left),
     "headline": Method(headline, NEW, lambda d: d.left, slow=True),
     "surface": Method(surface, ("16 runs, D / N from 20 to 200",), lambda d: d.runs - 5, slow=True),
-    "surface, few runs": Method(few, ("2x4", "2x4, noise falls with size"), lambda d: d.runs - 5, slow=True),
+    "surface, few runs": Method(
+        few, ("2x4", "2x4, noise falls with size", "5x5, budgets off by 1 %"), lambda d: d.runs - 5, slow=True
+    ),
     "power": Method(power, ("1x5", "1x8"), lambda d: len(d.spread) - 2),
     "parametric": Method(parametric, ("5x5", "5x9"), lambda d: d.runs - 5, slow=True),
     "envelope": Method(envelope, ("9 curves", "13 curves"), lambda d: len(d.sizes) - 3),

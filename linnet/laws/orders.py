@@ -204,12 +204,13 @@ def percentile_interval(
     """
     if n < FEWEST or np.ptp(drawn) <= ROUNDING * np.abs(drawn).max():
         return None
+    items = float(n)
     if weights is not None:
         each = np.asarray(weights, dtype=float) / np.max(weights)
-        n = max(3.0, float(each.sum() ** 2 / (each**2).sum()))
-    z, free = NormalDist().inv_cdf(1 - LEVEL / 2), n - 1
+        items = max(3.0, float(each.sum() ** 2 / (each**2).sum()))
+    z, free = NormalDist().inv_cdf(1 - LEVEL / 2), items - 1
     t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)  # within 0.03 from 5 on
-    tail = NormalDist().cdf(-t * math.sqrt(n / free))
+    tail = NormalDist().cdf(-t * math.sqrt(items / free))
     low, high = np.quantile(drawn, [tail, 1 - tail]).tolist()
     return low, high
 
@@ -287,6 +288,14 @@ def _without_each(first: Any, second: Any, at: float | None) -> int | None:
     return signs.pop() if len(signs) == 1 else 0
 
 
+def budgets_of(log_C: np.ndarray) -> np.ndarray:
+    """Returns the number of the budget of each row, by gaps of more than `NEAR` in log C."""
+    order = np.argsort(log_C, kind="stable")
+    label = np.zeros(len(order), dtype=int)
+    label[order[1:]] = np.cumsum(np.diff(log_C[order]) > NEAR)
+    return label
+
+
 def _by_budget(surfaces: Mapping[str, Any], at: float | None) -> dict[tuple[str, str], int]:
     """Returns the sign of the difference of two surfaces in which their budgets agree; 0 if there is none.
 
@@ -301,9 +310,7 @@ def _by_budget(surfaces: Mapping[str, Any], at: float | None) -> dict[tuple[str,
     for first, second in combinations(surfaces, 2):
         pair = surfaces[first], surfaces[second]
         log_C = np.log(np.concatenate([rows.C for rows in pair]))
-        order = np.argsort(log_C, kind="stable")
-        label = np.zeros(len(order), dtype=int)
-        label[order[1:]] = np.cumsum(np.diff(log_C[order]) > NEAR)
+        label = budgets_of(log_C)
         budgets = int(label.max()) + 1
         labels = np.split(label, [len(pair[0].C)])
         counts = [np.bincount(part, minlength=budgets) for part in labels]

@@ -131,9 +131,9 @@ def _surface(off=(0.0,) * 4, worse=0.0, slope=0.0, start=1):
 
 
 def _certain(fit):
-    """The same laws with draws a hundred times as near: those of a table that shows less of an error of budgets."""
+    """The same laws with draws ten thousand times as near: those of a table that shows no error of budgets."""
     row = np.array([np.log(fit.L.coefficient), fit.L.exponent, fit.L.constant])
-    return SimpleNamespace(**vars(fit) | {"L": replace(fit.L, draws=row + (fit.L.draws - row) / 100)})
+    return SimpleNamespace(**vars(fit) | {"L": replace(fit.L, draws=row + (fit.L.draws - row) / 10_000)})
 
 
 def _alone(fits):

@@ -22,6 +22,7 @@ from linnet.laws.fit.law import HeldOut, Law, compare, threshold
 from linnet.laws.fit.lse import Objective, Term, huber, log_sum, residuals, solve
 from linnet.laws.fit.power import add_draws, finish
 from linnet.laws.fit.results import Bootstrap, ParametricFit
+from linnet.laws.orders import budgets_of
 
 DELTA = 1e-3
 HUBER = Objective(DELTA)
@@ -282,17 +283,20 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
         counts = np.random.default_rng(seed).exponential(size=(resamples, len(table)))
     else:
         counts = resampling.draw_counts(resamples, len(table), seed, clusters)
+    # Residuals of n runs are smaller than their errors by the root of (n - 5) / n, and the noise is unsure.
+    widened = 1.0 if few else np.sqrt(count / freedom) * float(stdtrit(freedom, 0.975) / ndtri(0.975))
+    if clusters is None:
+        found, drawn, fit.budget_deviation = _shared_errors(theta, table, resamples, seed)
+        if fit.budget_deviation:
+            y = y + drawn / widened - (0.0 if few else found)
     each = _around(theta)[: 1 if len(table) > MANY else None]
     starts = np.tile(each, (resamples, 1))
     terms, weights = _terms(N, D), np.repeat(counts, len(each), axis=0)
-    y = np.repeat(y, len(each), axis=0) if few else y
+    y = np.repeat(y, len(each), axis=0) if y.ndim > 1 else y
     thetas, objectives = solve(terms, starts, y, weights, *fit.minimised, tolerance=1e-9)
     best = objectives.reshape(resamples, len(each)).argmin(axis=1)
     thetas = thetas.reshape(resamples, len(each), 5)[np.arange(resamples), best]
-    if not few:
-        # Residuals of n runs are smaller than their errors by the root of (n - 5) / n, and the noise is unsure.
-        student = float(stdtrit(freedom, 0.975) / ndtri(0.975))
-        thetas = theta + (thetas - theta) * np.sqrt(count / freedom) * student
+    thetas = theta + (thetas - theta) * widened
     # A resample in which a term vanished or changed its direction has no optimum: it gives NaN, not a draw.
     thetas[(thetas[:, 3:] <= 1e-3).any(axis=1) | (np.abs(thetas[:, :3]) > 200).any(axis=1)] = np.nan
     kept, reason = resampling.usable(thetas)
@@ -313,6 +317,47 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     # Without noise every resample gives the same numbers, and their correlation is not defined.
     moving = {name: pair for name, pair in pairs.items() if min(part.std() for part in pair) > 0}
     fit.correlations = {name: float(np.corrcoef(*pair)[0, 1]) for name, pair in moving.items()}
+
+
+def _shared_errors(
+    theta: np.ndarray, table: pd.DataFrame, resamples: int, seed: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns errors of log loss that all rows of a budget share: those found, drawn ones, and their deviation.
+
+    A poor learning rate of a budget moves all of its rows, and the surface goes along with them. So the distances from
+    the surface that the means of budgets add, beyond what the surface absorbs, are compared with the scatter inside
+    budgets, by the moments of Henderson's third method. The excess counts as in `power.further_errors`: times the share
+    of it that is excess, so that it grows from 0 without a threshold.
+
+    Returns:
+        the part [n] of the rows' distances from the surface that is such an error, draws [R, n], and their standard
+        deviation; zeros if none shows.
+    """
+    N, D, C = (table[name].to_numpy(float) for name in ("N", "D", "C"))
+    budget = budgets_of(np.log(C))
+    shares = log_sum(_terms(N, D), theta[None])[1][:, 0]
+    slopes = np.stack([*shares, -shares[0] * np.log(N), -shares[1] * np.log(D)], axis=1)
+    basis = np.linalg.qr(slopes / np.abs(slopes).max(axis=0))[0]
+    members = np.equal.outer(budget, np.arange(budget.max() + 1)).astype(float)
+    left = members - basis @ (basis.T @ members)
+    between, sizes, _ = np.linalg.svd(left, full_matrices=False)
+    between, sizes = between[:, sizes > 1e-9 * np.sqrt(len(N))], sizes[sizes > 1e-9 * np.sqrt(len(N))]
+    shown = sizes > 0.1 * np.sqrt(len(N) / members.shape[1])  # the surface absorbs nearly all of the other ones
+    rest = np.log(table["loss"].to_numpy(float)) - np.log(predict(theta, N, D))
+    rest = rest - basis @ (basis.T @ rest)
+    freedom, inside = int(shown.sum()), len(N) - basis.shape[1] - between.shape[1]
+    if freedom < 1 or inside < 1:
+        return np.zeros(1), np.zeros(1), 0.0
+    squares = (between.T @ rest) ** 2
+    noise, distance = float(rest @ rest - squares.sum()) / inside, float(squares[shown].sum()) / freedom
+    if distance <= max(noise, 1e-18):
+        return np.zeros(1), np.zeros(1), 0.0
+    excess = 1 - noise / distance
+    deviation = float(np.sqrt((distance - noise) * excess * freedom / (sizes[shown] ** 2).sum()))
+    spread = deviation * resampling.scales(freedom / excess**2, resamples, seed + 2)
+    drawn = spread[:, None] * np.random.default_rng([seed, 3]).normal(size=(resamples, members.shape[1]))
+    found = excess * between[:, shown] @ (between[:, shown].T @ rest)
+    return found, np.clip(drawn, -1, 1)[:, budget], deviation
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,8 @@ class ParametricFit(MethodFit):
         starts_at_optimum: number of starts that ended within 1e-6 (relative) of the best objective.
         flops_per_nd: geometric mean of C / (N D) in the table.
         flops_per_nd_spread: largest C / (N D) over the smallest.
+        budget_deviation: standard deviation of an error of log loss that the rows of a budget share, which intervals
+            have too; 0 if none shows.
         held_out: held-out test of the surface.
         draws: [resamples, 5] bootstrap draws of (log A, log B, log E, alpha, beta); not serialised.
     """
@@ -234,6 +236,7 @@ class ParametricFit(MethodFit):
     starts_at_optimum: int = 0
     flops_per_nd: float = 6.0
     flops_per_nd_spread: float = 1.0
+    budget_deviation: float = 0.0
     held_out: HeldOut | None = None
     draws: np.ndarray | None = field(default=None, repr=False, compare=False)
 

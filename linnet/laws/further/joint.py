@@ -189,9 +189,9 @@ def _tests(surfaces: Surfaces, fits, y) -> list[Test]:
     left, found = len(y) - size, []
     for form, shared in FORMS.items():
         if shared:
-            degrees = size - surfaces.size(shared)
-            ratio = max(0.0, fits[form][1] - largest) / degrees / (largest / left + 1e-16)  # losses are rounded
-            found.append((form, float(ratio), float(stats.f.sf(ratio, degrees, left)), (degrees, left)))
+            fewer = size - surfaces.size(shared)
+            ratio = max(0.0, fits[form][1] - largest) / fewer / (largest / left + 1e-16)  # losses are rounded
+            found.append((form, float(ratio), float(stats.f.sf(ratio, fewer, left)), (fewer, left)))
     tests = []
     for (form, ratio, p, degrees), adjusted in zip(found, orders.holm([p for _, _, p, _ in found]), strict=True):
         words = "rejected: the architectures differ in it" if adjusted < orders.LEVEL else "not rejected by these runs"
