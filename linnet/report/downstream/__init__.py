@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path, PurePath
+from statistics import NormalDist
 from typing import Any
 
 from linnet.config import ConfigError, digest, first_names
@@ -316,12 +317,16 @@ def finding(series: list[Series]) -> list[str]:
         if last.empty:
             continue
         guessing = "" if score.chance is None else score.shown(score.chance)
+        # The best of many runs that guess lies far above guessing: two standard errors for one run of one metric.
+        reach = NormalDist().inv_cdf(1 - NormalDist().cdf(-2) / (len(last) * min(len(series), SHOWN)))
         order = last.sort_values("value", ascending=score.chance is None, kind="stable")
         best, *others = (run for _, run in order.drop_duplicates("architecture").iterrows())
         if all(any("no signal" in reason for reason in fit.transfer.refused) for fit in score.fits.values()):
             sentences.append(f"{escape(score.title)}: no architecture does better than guessing, {guessing}.")
-        elif score.chance is not None and best["value"] - score.chance <= 2 * _error(score.chance, best["questions"]):
-            text = f"no run is two standard errors above guessing, {guessing}"
+        elif score.chance is not None and best["value"] - score.chance <= reach * _error(
+            score.chance, best["questions"]
+        ):
+            text = f"no run is {reach:.1f} standard errors above guessing, {guessing}"
             sentences.append(f"{escape(score.title)}: {text}; the highest seen is {score.shown(best['value'])}.")
         else:
             equal = _order(score, [best, *others]).level(best["architecture"])
