@@ -39,6 +39,7 @@ def _page(results: list[dict[str, Any]], command: str) -> str:
         ),
         "Verdicts": "<b>holds</b>: the 95 % interval over seeds, paired by seed, is on the side of the claim. "
         "<b>does not hold</b>: it is on the other side. <b>cannot be told</b>: it has both, or there is one seed. "
+        "Each claim has its own 95 %: of twenty claims about rows that are equal, one is decided by chance. "
         "A full form is <b>reproduced</b> if all of its runs ended and every number that they gave is inside the "
         "tolerance that the item states; a reduced form never is.",
     }
