@@ -130,6 +130,10 @@ class Design:
         curves: number of records per run if the design has training curves, each with half of the noise of its own.
         tilt: exponent by which the noise falls with the size, from that of the middle size.
         off: standard deviation of an error of log loss that all runs of a budget share.
+        tail: degrees of freedom of Student's t of the noise; 0 is normal noise.
+        apart: largest distance in log C of a run from its budget.
+        missing: share of the runs that are missing.
+        seeds: each run has one to so many seeds.
     """
 
     budgets: tuple[float, ...]
@@ -141,6 +145,10 @@ class Design:
     curves: int = 0
     tilt: float = 0.0
     off: float = 0.0
+    tail: float = 0.0
+    apart: float = 0.0
+    missing: float = 0.0
+    seeds: int = 1
 
     def draw(self, generator: np.random.Generator) -> tuple[pd.DataFrame, dict[str, float]]:
         """Returns a table with noise, and the truth."""
@@ -150,13 +158,23 @@ class Design:
                 N = float(self.surface.optimum(C) * np.exp(step))
                 rows.append({"N": N, "D": C / (6 * N), "C": C, "budget": C, "run": f"r{len(rows)}"})
         table = pd.DataFrame(rows)
+        if self.missing:
+            table = table[generator.random(len(table)) >= self.missing].reset_index(drop=True)
+        if self.seeds > 1:
+            repeats = generator.integers(1, self.seeds + 1, len(table))
+            table = table.loc[table.index.repeat(repeats)].reset_index(drop=True)
+            table["run"] = [f"r{row}" for row in range(len(table))]
+        if self.apart:
+            factor = np.exp(generator.uniform(-self.apart, self.apart, len(table)))
+            table["D"], table["C"] = table["D"] * factor, table["C"] * factor
         table["D"] *= np.exp(generator.normal(0, self.scatter, len(table)))
         table["loss"] = self.surface.loss(table["N"], table["D"])
         return self.noisy(table, generator), self.surface.truth
 
     def noisy(self, table: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
         relative = table["N"] / np.exp(np.log(table["N"]).mean())
-        table["loss"] *= np.exp(generator.normal(0, self.noise, len(table)) * relative**-self.tilt)
+        drawn = generator.standard_t(self.tail, len(table)) if self.tail else generator.normal(0, 1, len(table))
+        table["loss"] *= np.exp(self.noise * drawn * relative**-self.tilt)
         if self.off:
             budgets, place = np.unique(table["budget"], return_inverse=True)
             table["loss"] *= np.exp(generator.normal(0, self.off, len(budgets))[place])
@@ -286,6 +304,15 @@ def designs() -> dict[str, Design]:
         "5x7, edges drift": grid(5, 7, 1.0, 0.5),
         "5x9, one diverged": grid(5, 9, diverged=0.5),
         "5x9, cost off by 5 %": grid(5, 9, scatter=0.05),
+        "5x7, t of 2.5": grid(5, 7, tail=2.5),
+        "5x7, t of 1.5": grid(5, 7, tail=1.5),
+        "5x7, one run 2 % too high": grid(5, 7, diverged=0.05),
+        "5x7, computes up to 5 % off": grid(5, 7, apart=0.05),
+        "5x7, one to three seeds": grid(5, 7, seeds=3),
+        "5x7, every fifth run missing": grid(5, 7, missing=0.2),
+        "5x7, E = 0": grid(5, 7, surface=Surface(0.0, 400.0, 2000.0, 0.34, 0.37)),
+        "5x7, budgets off by 1 %": grid(5, 7, off=0.01),
+        "5x7, budgets off by 0.2 %": grid(5, 7, off=0.002),
         "5x5, budgets off by 1 %": grid(5, 5, off=0.01),
         "4x4": grid(4, 4),
         "2x4": grid(2, 4),
@@ -315,6 +342,13 @@ def groups_of(table: pd.DataFrame) -> tuple[np.ndarray, list[float]]:
 def isoflop(table, resamples: int, seed: int) -> dict:
     fit = fit_isoflop(table, *groups_of(table), bootstrap=resamples, seed=seed)
     return {"a": (fit.N_opt, "a"), "b": (fit.D_opt, "b"), "alpha": (fit.L_irreducible, "alpha")}
+
+
+def isoflop_loss(table, resamples: int, seed: int) -> dict:
+    fit = fit_isoflop(table, *groups_of(table), bootstrap=resamples, seed=seed)
+    L = fit.L if fit.L_irreducible is None or fit.L_irreducible.refused else fit.L_irreducible
+    laws = {"a": (fit.N_opt, "a"), "L in the middle": (L, "middle"), "L at C": (L, 1.0), "L at 10 C": (L, 10.0)}
+    return laws | {"N at 10 C": (fit.N_opt, 10.0)}
 
 
 def headline(table, resamples: int, seed: int) -> dict:
@@ -375,8 +409,10 @@ class Method:
 
 NEW = ("4x4", "5x7, noise falls with size", "5x7, Kaplan's form", "10 runs, 21 checkpoints")
 GRIDS = ("5x5", "5x7", "5x9", "5x13 over 2.5 decades", "5x9 over 3 decades", "5x7, edges drift", "5x9, one diverged")
+HARD = tuple(name for name in designs() if name.startswith("5x7, ") and name not in (*NEW, *GRIDS))
 METHODS = {
     "isoflop": Method(isoflop, (*GRIDS, "5x9, cost off by 5 %", "demo"), lambda d: d.left),
+    "isoflop, loss": Method(isoflop_loss, ("5x7", *HARD), lambda d: d.left),
     "headline": Method(headline, NEW, lambda d: d.left, slow=True),
     "surface": Method(surface, ("16 runs, D / N from 20 to 200",), lambda d: d.runs - 5, slow=True),
     "surface, few runs": Method(
