@@ -315,6 +315,7 @@ def unwritable(folder: str | Path) -> str | None:
 
 C = typing.TypeVar("C", bound=Config)
 MOST = 50  # upper bound of known names in a message
+MOST_PATHS = 3  # of a key that is known in several places
 MOST_SHOWN = 400  # characters of a value in a message
 MOST_PROBLEMS = 100  # of one configuration in a message
 MOST_BYTES = 1 << 20  # of a YAML file; its parser reads about 100 KB per second
@@ -688,6 +689,10 @@ def _explained(cls: type[BaseModel], problem: dict) -> str:
         classes = _models_at(cls, parents)
         places = [getattr(c, "ELSEWHERE", {}) for c in classes]
         fix = next((hints[last] for hints in places if last in hints), None)
+        paths = [] if fix else sorted(dict.fromkeys(_paths(cls, str(last))), key=lambda path: path.count("."))
+        if paths := paths[:MOST_PATHS]:
+            top = " at the top level" if "." not in paths[0] else ""
+            fix = f"did you mean {' or '.join(map(repr, paths))}{top if len(paths) == 1 else ''}?"
         fix = fix or nearest(str(last), {name for c in classes for name in c.model_fields})
         return f"{key}: unknown key (value {text}); {fix}"
     if problem["type"] == "missing":
@@ -720,6 +725,25 @@ def _models_at(cls: type[BaseModel], path: typing.Iterable) -> set[type[BaseMode
         else:  # the kind of one of several configurations, or a place in a list
             classes = {c for c in classes if any(_names(field, part) for field in c.model_fields.values())} or classes
     return classes
+
+
+def _paths(cls: type[BaseModel], name: str, above: tuple[str, ...] = ()) -> list[str]:
+    """Returns where a configuration has a key of this name, as paths with dots, outside of lists and mappings."""
+    found = [".".join((*above, name))] if name in cls.model_fields else []
+    for key, field in cls.model_fields.items():
+        parts = [field.annotation, *_alternatives(field.annotation)]
+        for part in parts:
+            if isinstance(part, type) and not isinstance(part, types.GenericAlias) and issubclass(part, BaseModel):
+                found += _paths(part, name, (*above, key)) if len(above) < 3 else []
+    return found
+
+
+def _alternatives(annotation: typing.Any) -> typing.Iterable:
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType, typing.Annotated):
+        return
+    for part in typing.get_args(annotation):
+        yield part
+        yield from _alternatives(part)
 
 
 def _names(field: FieldInfo, tag: object) -> bool:

@@ -315,6 +315,34 @@ def test_nearest_names_one_or_all():
     assert re.search(r"\b14,000\b", nearest("zzz", map(str, range(14_000))))
 
 
+def test_a_key_at_another_level_comes_with_its_path():
+    class Rate(Config):
+        value: float = 1.0
+
+    class Schedule(Config):
+        warm: float = 0.0
+
+    class Whole(Config):
+        rate: float | Rate = 1.0
+        schedule: Schedule = Schedule()
+        other: Annotated[Schedule | None, Field(description="as an alternative")] = None
+        several: list[Rate] = []
+        length: int = 1
+
+    for key, told in {
+        "value": "'rate.value'?",
+        "warm": "'schedule.warm' or 'other.warm'?",
+        "schedule.length": "'length' at the top level?",
+        "lenght": "'length'?",
+    }.items():
+        *above, last = key.split(".")
+        values = {above[0]: {last: 1}} if above else {last: 1}
+        with pytest.raises(ConfigError) as caught:
+            parse(Whole, values)
+        [problem] = caught.value.problems
+        assert problem.startswith(f"{key}: ") and problem.endswith(f"did you mean {told}")
+
+
 def test_a_folder_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
     assert unwritable(tmp_path / "a" / "b") is None and not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
