@@ -6,6 +6,7 @@ carries (`state_spec`), its cost (`flops_paper`), its tensor-parallel split (`tp
 these methods and never depends on the architecture.
 """
 
+import ast
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -463,7 +464,7 @@ def load_plugin(spec: str) -> str:
     path_text, colon, class_name = spec.rpartition(":")
     path = Path(path_text)
     if not colon or path.suffix != ".py":
-        raise ConfigError([f"mixer {spec!r}: write path/to/file.py:ClassName"], "plugins")
+        raise ConfigError([f"mixer {spec!r}: write path/to/file.py:ClassName{_mixers_in(spec)}"], "plugins")
     if not path.is_file():
         fix = "give its path" if path.is_absolute() else f"give its path (relative ones start in {Path.cwd()})"
         raise ConfigError([f"mixer {spec!r}: the file {path} does not exist; {fix}"], "plugins")
@@ -494,8 +495,25 @@ def load_plugin(spec: str) -> str:
             fix = f"give {path}:{names[0]}" if names else "write it into the file of a token mixer and give that one"
             problem = f"{class_name} is a channel mixer; {fix}, and layouts may name both layers of the file"
             raise ConfigError([f"mixer {spec!r}: {problem}"], "plugins")
-        raise ConfigError([f"mixer {spec!r}: decorate the class with @register_mixer(name, ConfigClass)"], "plugins")
+        names = [name for name, member in vars(module).items() if member in MIXERS.values()]
+        fix = f"{class_name} is not a mixer; did you mean {names[0]!r}?" if names else ""
+        fix = fix or "decorate the class with @register_mixer(name, ConfigClass)"
+        raise ConfigError([f"mixer {spec!r}: {fix}"], "plugins")
     return mixer.name
+
+
+def _mixers_in(path: str) -> str:
+    """Returns `, here path:Class` with the first class of a Python file that a decorator registers, or nothing."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef) and any(
+            "register_mixer" in ast.dump(d) for d in statement.decorator_list
+        ):
+            return f", here {path}:{statement.name}"
+    return ""
 
 
 def line_of(error: BaseException, file: str | None) -> str:

@@ -724,7 +724,10 @@ def _ask(call: Callable[[], Any], cls: type[Mixer], what: str) -> Any:
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         line = line_of(error, file)
         problem = f"{what} raised {type(error).__name__}{line}: {' '.join(str(error).split())}"
-        raise ConfigError([f"{problem}; fix {'this line' if line else 'the class'}"], "plugins") from error
+        fix = f"fix {'this line' if line else 'the class'}"
+        if isinstance(error, KeyError) and "state[" in line:
+            fix += ", or let state_spec and each returned state have this tensor"
+        raise ConfigError([f"{problem}; {fix}"], "plugins") from error
 
 
 def _refuse(problem: str) -> None:

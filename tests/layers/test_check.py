@@ -164,7 +164,7 @@ MISTAKES = {
     "other_state": [("s[:, -1]", "s", r"{'s': \[2, 37, 16\]}.* {'s': \[2, 16\]}")],
     "step": [('state["s"] += x', 'state["s"] += 2 * x', "step .* y .* 37")],
     "step_grows": [('state["s"]), state', 'state["s"]), {"s": state["s"], "n": x}', r"step .*'n': \[2, 16\]")],
-    "step_raises": [('state["s"] += x', 'state["t"] += x', r"step.*KeyError.* 22")],
+    "step_raises": [('state["s"] += x', 'state["t"] += x', r"step.*KeyError.* 22.*state_spec")],
     "step_alone": [('self.out(state["s"]), state', 'self.out(state["s"])', "step .*Tensor")],
     "no_spec": [(SPEC, '{"s": (batch, 16)}', "state_spec .*TensorSpec")],
     "no_batch": [("TensorSpec((batch, ", "TensorSpec((1, ", r"state_spec.* s .*\[1, 16\].* 2")],
@@ -318,6 +318,16 @@ def test_a_channel_mixer_in_place_of_a_token_mixer_is_refused(outside, tmp_path)
     CHANNELS.pop("own")
     with pytest.raises(ConfigError, match="Own is a channel mixer; write it into the file of a token mixer"):
         load_plugin(f"{tmp_path}/alone.py:Own")
+
+
+def test_a_wrong_class_comes_with_the_mixer_of_the_file(outside):
+    spec = outside([])
+    path = spec.rpartition(":")[0]
+    with pytest.raises(ConfigError, match=f"{re.escape(path)}:Outside$"):
+        load_plugin(path)
+    load_plugin(spec)
+    with pytest.raises(ConfigError, match="Mixer is not a mixer; did you mean 'Outside'"):
+        load_plugin(f"{path}:Mixer")
 
 
 LOOKS = {  # change of `y` in a channel mixer -> what it does wrong
