@@ -198,7 +198,7 @@ def test_needles_are_looked_for_and_kept(folder, monkeypatch):
     monkeypatch.setattr("linnet.options.STEADY", 0.0)
     shown = call("needle", folder / "tnl", "--lengths", "300,500", "--depths", 2, "--scoring", "choice")
     assert "prompts: 100 %, about 0 s left\n" in shown.stderr
-    assert "NIAH score" in shown.stdout and "500" in shown.stdout
+    assert "of 4 prompts" in shown.stdout and "NIAH score" in shown.stdout and "500" in shown.stdout
 
 
 def test_recall_is_asked_of_models_without_a_tokenizer_too(folder, tmp_path):
@@ -389,6 +389,14 @@ def test_a_new_kind_of_evaluation_needs_no_table_of_its_own(capsys):
     assert capsys.readouterr().out.split() == (
         "task metric value error guessing questions rank mean_rank 3.0000 1.0000 2".split()
     )
+
+
+def test_answers_that_are_all_wrong_have_no_error_of_zero(capsys):
+    items = tuple(Item(f"q{n}", 0.0) for n in range(4))
+    show(Evaluation("tasks", {}, {}, (Result.of_items("quiz", "acc", items, "higher"),)), Path("run"))
+    header, row, note = filter(str.split, capsys.readouterr().out.splitlines())
+    assert row.split() == ["quiz", "acc", "0.0000", "4"]
+    assert "quiz acc" in note and "0.00 to 0.60" in note
 
 
 def test_devices_that_cannot_share_an_evaluation_are_refused(folder, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from linnet.evaluate.classification import exact_interval, paired_interval
 from linnet.evaluate.compare import bootstrap_means, compare, holm, notes, permutation_p, shared, split
 from linnet.evaluate.results import Evaluation, Item, Result
 from linnet.laws.orders import percentile_interval
@@ -128,6 +129,17 @@ def test_fewer_than_six_items_have_no_interval_and_show_nothing():
     assert [one.interval for one in found.differences] == [None] and found.best is None
     assert "5 items cannot show a difference" in " ".join(notes(shared(rows)[0], [found]))
     assert replace(found, chance=0.5).guesses(found.numbers[0])
+
+
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_answers_that_are_all_alike_have_an_interval_with_a_width(score):
+    [found] = compare(shared({name: [evaluation([score] * 10)] for name in "ab"}))
+    low, high = exact_interval(int(10 * score), 10)
+    assert high - low > 0.3
+    assert [number.interval for number in found.numbers] == [pytest.approx((low, high))] * 2
+    assert [(pair.interval, pair.p) for pair in found.differences] == [(paired_interval(0, 0, 10), 1.0)]
+    [weighted] = compare(shared({"a": [evaluation([score] * 10, list(range(1, 11)))]}))
+    assert weighted.numbers[0].interval == (score, score)  # the number of items is then not that of the interval
 
 
 def test_a_paired_difference_is_found_where_intervals_overlap():

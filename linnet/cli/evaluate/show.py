@@ -105,8 +105,10 @@ def _show_needle(record: Evaluation, path: Path) -> None:
         numbers = (detail[name][i] for name in ("at_length", "up_to_length", "penalties"))
         table.add_row(f"{length:,}", *(f"{value:.3f}" for value in numbers), cells)
     console.print(table)
-    accuracy = next(result.value for result in record.results if result.metric == "accuracy")
-    console.print(f"accuracy {accuracy:.4f}, weighted {detail['weighted']:.4f}, NIAH score {detail['score']:.4f}")
+    accuracy = next(result for result in record.results if result.metric == "accuracy")
+    prompts = f"{accuracy.n * detail['config']['samples']:,} prompts"
+    scores = f"weighted {detail['weighted']:.4f}, NIAH score {detail['score']:.4f}"
+    console.print(f"accuracy {accuracy.value:.4f} of {prompts}, {scores}")
     console.print(f"the grid as a page: linnet compare {escape(str(path))}", soft_wrap=True, style="dim")
 
 
@@ -138,15 +140,28 @@ def _cell(cell: dict) -> str:
 
 
 def _show_tasks(record: Evaluation, path: Path) -> None:
+    from linnet.evaluate.classification import exact_interval
+
     table = make_table("task", "metric", "#value", "#error", "#guessing", "#questions", style=BOLD)
     chances = {(task, metric): value for task, metric, value in record.detail.get("chance", ())}
     results = {(result.task, result.metric): result for result in record.results}
+    alike: list[Result] = []
     for place in map(tuple, record.detail.get("shown", results)):
         result, chance = results[place], chances.get(place)
         error = _standard_error(result)
-        numbers = ("" if value is None else f"{value:.4f}" for value in (error, chance))
+        alike += [result] if error == 0 else []
+        numbers = ("" if value is None else f"{value:.4f}" for value in (error or None, chance))
         table.add_row(escape(result.task), escape(result.metric), shown_score(result.value), *numbers, f"{result.n:,}")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for result in alike:
+        score, shares = result.items[0].score, {item.weight for item in result.items}
+        within = ""
+        if score in (0.0, 1.0) and len(shares) == 1:
+            low, high = exact_interval(int(score) * result.n, result.n)
+            within = f"; 95 % interval {low:.2f} to {high:.2f}"
+        text = f"{result.task} {result.metric}: all {result.n:,} score the same, which gives no error{within}"
+        console.print(text, highlight=False, markup=False)
 
 
 def _standard_error(result: Result) -> float | None:
