@@ -1,7 +1,7 @@
 """Softmax attention with RoPE: the Transformer baseline (LLaMA; paper 000, A.1.1), with an optional sliding window.
 
-`forward` calls `linnet.ops.attention`, which chooses the kernel for windows and packed documents. The state is a KV
-cache: a ring of `context_length` slots, or of `window` (or `block`) slots, so such a layer has constant memory.
+`forward` chooses the kernel for windows and packed documents (`linnet/ops/attention`). The state is a KV cache: a ring
+of `context_length` slots, or of `window` (or `block`) slots, so such a layer has constant memory.
 
 TransNormer's DiagAttention (arXiv:2210.10340; paper 001, Table 12) is `block: 64` with LRPE in place of RoPE, a norm of
 the output, and scores from softmax (T2) or relu (T1).
