@@ -76,7 +76,10 @@ def list_runs(
 
         typer.echo(csv_text(keys, rows), nl=False)
     elif rows:
-        _table(rows, named or SHOWN, Console(soft_wrap=False), () if named else OPTIONAL)
+        shown = list(SHOWN)
+        if _tokens_differ(rows):  # losses per token of such runs do not compare
+            shown.insert(shown.index("loss") + 1, "bits_per_byte")
+        _table(rows, named or shown, Console(soft_wrap=False), () if named else OPTIONAL)
     if not rows:
         searched = ", ".join(map(str, places or usual)) or "this folder (it has neither runs nor studies)"
         what = "no run meets all conditions" if folders else "no runs; linnet train and linnet study make some"
@@ -157,6 +160,12 @@ def remove(
     for path in paths:
         overview.remove(path)
         typer.echo(path)
+
+
+def _tokens_differ(rows: list[dict[str, Any]]) -> bool:
+    """Returns whether the tokens of some runs have another mean length than those of others, as of two tokenizers."""
+    lengths = [row["loss"] / row["bits_per_byte"] for row in rows if row["loss"] and row["bits_per_byte"]]
+    return bool(lengths) and max(lengths) > 1.01 * min(lengths)
 
 
 def _table(rows: list[dict[str, Any]], keys: list[str], console: Console, optional: Sequence[str] = ()) -> None:

@@ -71,6 +71,16 @@ def test_lists_every_run_with_its_state(place):
     ]
 
 
+def test_runs_of_two_tokenizers_are_listed_with_bits_per_byte(place):
+    make("runs/bytes", {"loss": 1.386, "bits_per_byte": 2.0})
+    make("runs/more", {"loss": 1.393, "bits_per_byte": 2.01})
+    assert "bits/byte" not in call(env={"COLUMNS": "200"})
+    make("runs/words", {"loss": 4.0, "bits_per_byte": 2.125})
+    shown = call(env={"COLUMNS": "200"})
+    assert "bits/byte" in shown and "2.1250" in shown
+    assert "bits/byte" not in call("list", "--columns", "run,loss", env={"COLUMNS": "200"})
+
+
 def test_sorts_filters_and_chooses_columns(place):
     text = call("--where", "status=d*", "--where", "loss<2.6", "--sort", "loss", "--columns", "run,loss,seed", "--csv")
     assert list(csv.reader(io.StringIO(text)))[1:] == [["b", "1.5", "2"], ["d", "2.25", ""], ["a", "2.5", "1"]]
