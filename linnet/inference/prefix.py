@@ -179,7 +179,7 @@ def load_prefix(path: str | Path, digest: str, like: ModelState, rows: int, voca
     if metadata["digest"] != digest:
         message = (
             f"{path}: belongs to the model {metadata['digest']}, not to this one ({digest}): weights, precision or "
-            "configuration differ; make the prefix again with this model"
+            "configuration differ; save it again with this model (--save-state)"
         )
         raise ConfigError([message], "prefix")
     expected = {f"state.{layer}.{name}": x for layer, state in like.items() for name, x in state.items()}

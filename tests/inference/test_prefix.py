@@ -132,7 +132,7 @@ def test_a_prefix_of_something_else_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="p.safetensors: .*damaged.*; save it again"):
         engine.load_prefix(file)
     file.write_bytes(whole)
-    with pytest.raises(ConfigError, match="p.safetensors: .*model"):
+    with pytest.raises(ConfigError, match="p.safetensors: .*model.*save it again.*--save-state"):
         engine.load_prefix(file)
     with pytest.raises(ConfigError, match="prefix: .*model"):
         engine.submit("d", SAMPLING, other)
