@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda, libdevice
 
+KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # else maximum and minimum of NaN are the other operand
 LOG2_E = tl.constexpr(1.4426950408889634)
 TURN_HIGH = tl.constexpr(0.15915493667125702)  # 1 / (2 pi) in float32, and the rest of it
 TURN_LOW = tl.constexpr(6.420638326565253e-09)

@@ -91,6 +91,15 @@ def patch_faster() -> None:
     semantic.TritonSemantic.broadcast_impl_value = broadcast_if_needed
 
 
+def lose_nan() -> None:
+    """Makes maximum and minimum lose NaN as on a GPU, where they return the other operand unless told to keep NaN."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, numpy.fmax)
+    builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, numpy.fmin)
+
+
 def check_bounds() -> None:
     """Makes a kernel fail that reads or writes outside the memory of the tensors that it was given."""
     from triton.runtime import interpreter
@@ -159,6 +168,7 @@ def run(path: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     patch_faster()
+    lose_nan()
     check_bounds()
     gc.freeze()  # what was imported stays
     gc.set_threshold(20_000, 20, 100)

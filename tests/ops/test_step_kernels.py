@@ -295,6 +295,28 @@ class Case:
         assert all(around[:8].isnan().all() and around[-8:].isnan().all() for _, around in held)
         assert all(x.dtype == self.dtype for x in outputs)
 
+    def check_nan(self):
+        """Where NaN in an input makes a result NaN by the definition, it does so in the kernels of both forms."""
+        constants = {name: x for name, x in self.constants.items() if x.is_floating_point()}
+        for name, given in ("streams", self.streams), ("constants", constants.values()), ("states", self.states):
+            for number, x in enumerate(given):
+                kept = x.clone()
+                (x[:, 1] if name == "streams" else x)[..., -1] = float("nan")
+                with ops.use_backend("reference"):
+                    expected = self.parallel(self.streams, self.constants, self.states)
+                with ops.use_backend("triton"), launching(""):
+                    actual = self.parallel(self.streams, self.constants, self.states)
+                states = tuple(state.clone() for state in self.states)
+                with ops.use_backend("triton"):
+                    tokens = [tuple(y[:, t] for y in self.streams) for t in range(self.tokens)]
+                    outputs = [self.step(t, token, self.constants, states) for t, token in enumerate(tokens)]
+                x.copy_(kept)
+                steps = torch.stack(outputs, 1), *states
+                assert any(y.isnan().any() for y in expected), (self.op, name, number)
+                for form, results in ("kernel", actual), ("step", steps):
+                    lost = [(y.isnan() & ~z.isnan()).any().item() for y, z in zip(expected, results, strict=True)]
+                    assert not any(lost), (self.op, form, name, number, lost)
+
 
 def surround(x):
     """A copy of x in the middle of a buffer of NaN."""
@@ -493,6 +515,18 @@ def test_weak_decays_do_not_drift_over_many_steps():
     check_weak_decays(2000)
 
 
+NAN = dict.fromkeys(MATRIX_OPS, (1, 1, 16, 16)) | {"scan": (2, 64), "modal": (2, 64, 4)}
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [3, 64])  # a whole chunk is what kernels for Hopper take
+@pytest.mark.parametrize("op", NAN)
+def test_nan_is_not_lost(op, tokens, dtype):
+    shape = (2, 2, 64, 64) if tokens > 3 and op in MATRIX_OPS else NAN[op]
+    Case(op, shape, dtype, tokens=tokens).check_nan()
+
+
 INTERPRETED = [
     *((op, (2, 3, 16, 32), {}) for op in MATRIX_OPS if op not in GROUPED_OPS or op == "projected_delta"),
     *((op, (1, 2, 5, 19), {"extreme": True}) for op in MATRIX_OPS),
@@ -509,7 +543,7 @@ INTERPRETED_HALF = ["projected_delta", "projected_ssd"]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_PENDING) + len(INTERPRETED_HALF) + 1
+    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_PENDING) + len(INTERPRETED_HALF) + len(NAN) + 1
 
 
 if __name__ == "__main__":
@@ -522,5 +556,8 @@ if __name__ == "__main__":
     for op in INTERPRETED_HALF:
         Case(op, (1, 2, 5, 19), torch.float32, "cpu", tokens=3).check(half=True)
         print(op, "with a state in bfloat16 agrees")
+    for op, shape in NAN.items():
+        Case(op, shape, torch.float32, "cpu", tokens=2).check_nan()
+        print(op, "agrees on NaN")
     check_weak_decays(200, "cpu")
     print("weak decays agrees")

@@ -26,7 +26,7 @@ counted; SHARED: all sequences have the positions of the first.
 import triton
 import triton.language as tl
 
-from linnet.ops.device import LOG2_E, cosine_sine, identify, load_tile, span, store_masked
+from linnet.ops.device import KEEP_NAN, LOG2_E, cosine_sine, identify, load_tile, span, store_masked
 
 LN_2 = tl.constexpr(0.6931471805599453)
 SHIFT = tl.constexpr(60.0)
@@ -39,7 +39,7 @@ NOTHING = tl.constexpr(-1e30)  # the reference before the first token
 def start(z, mask):
     """Reference and denominator of a state normalised by exp(-z)."""
     z = tl.load(z, mask=mask, other=-float("inf"))
-    return tl.maximum(z, NOTHING), tl.where(z > NOTHING, ONE, 0.0)
+    return tl.maximum(z, NOTHING, KEEP_NAN), tl.where(z > NOTHING, ONE, 0.0)
 
 
 @triton.jit
@@ -55,12 +55,12 @@ def weigh(z, reference, denominator, mask):
 @triton.jit
 def invert(denominator):
     """1 / denominator in the range of float32, 0 for none."""
-    return tl.where(denominator > 0, 1.0 / tl.where(denominator > 0, denominator, 1.0), 0.0)
+    return tl.where(denominator == 0, 0.0, 1.0 / tl.where(denominator == 0, 1.0, denominator))
 
 
 @triton.jit
 def invert_tile(denominator, EXACT: tl.constexpr):
-    denominator = tl.maximum(denominator, TINY)
+    denominator = tl.maximum(denominator, TINY, KEEP_NAN)
     if EXACT:
         return 1.0 / denominator
     root = tl.rsqrt(denominator)
@@ -70,9 +70,9 @@ def invert_tile(denominator, EXACT: tl.constexpr):
 @triton.jit
 def log_sum(reference, denominator):
     return tl.where(
-        denominator > 0,
-        reference + (tl.log2(tl.where(denominator > 0, denominator, 1.0)) - SHIFT) * LN_2,
+        denominator == 0,
         -float("inf"),
+        reference + (tl.log2(tl.where(denominator == 0, 1.0, denominator)) - SHIFT) * LN_2,
     )
 
 
@@ -609,7 +609,7 @@ def combine_kernel(
         if HAS_INITIAL:
             value -= tl.load(dz + nh * K + i, mask=channel, other=0.0)
     else:
-        value = tl.where(denominator > 0, peak + tl.log(tl.where(denominator > 0, denominator, 1.0)), -float("inf"))
+        value = tl.where(denominator == 0, -float("inf"), peak + tl.log(tl.where(denominator == 0, 1.0, denominator)))
     tl.store(out_z + nh * K + i, value, mask=channel)
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import load_masked, store_masked
+from linnet.ops.device import KEEP_NAN, load_masked, store_masked
 from linnet.ops.launching import launch
 from linnet.ops.stepping import PROGRAMS, as_heads, choose_columns
 
@@ -38,7 +38,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, theta: Tensor | 
 @triton.jit
 def _logaddexp(a, b):
     # log1p(x) = log(1 + x) plus what rounding took from x: an error that every token adds would become a drift.
-    high = tl.maximum(a, b)
+    high = tl.maximum(a, b, KEEP_NAN)
     x = tl.exp(tl.minimum(a, b) - tl.where(high == float("-inf"), 0.0, high))
     one = 1.0 + x
     return high + (tl.log(one) + (x - (one - 1.0)) / one)

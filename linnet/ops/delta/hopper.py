@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from linnet.ops.device import KEEP_NAN
 from linnet.ops.lightning.hopper import advance
 
 wait_for_warps = getattr(gl, "barrier", None) or gl.thread_barrier  # its name until Triton 3.6
@@ -132,7 +133,8 @@ def prepare_hopper_kernel(
     strength = gl.load(erase + (row + later) * HV + h).to(gl.float32)
     decay = gl.zeros([C], gl.float32, EARLIER)
     if HAS_DECAY:
-        decay = gl.maximum(gl.load(log_decay + (row + earlier) * HV + h).to(gl.float32) * 1.4426950408889634, -160.0)
+        decay = gl.load(log_decay + (row + earlier) * HV + h).to(gl.float32) * 1.4426950408889634
+        decay = gl.maximum(decay, -160.0, KEEP_NAN)
     total = gl.sum(gl.where(c <= r, decay[None, :] + zeros, 0.0), 1)
     whole = gl.sum(decay, 0)
     ahead = gl.exp2(whole - total)

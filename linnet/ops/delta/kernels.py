@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from linnet.ops.device import LOG2_E, load_masked, span, store_masked
+from linnet.ops.device import KEEP_NAN, LOG2_E, load_masked, span, store_masked
 from linnet.ops.gated.kernels import FLOOR, exp2, locate, pack_decay
 
 
@@ -27,7 +27,7 @@ def load_decay(log_decay, at, inside, HAS_DECAY: tl.constexpr):
     """The log-decays of tokens, as exponents of 2."""
     if HAS_DECAY:
         decay = tl.load(log_decay + at, mask=inside, other=0.0).to(tl.float32)
-        return tl.maximum(decay * LOG2_E, FLOOR)
+        return tl.maximum(decay * LOG2_E, FLOOR, KEEP_NAN)
     else:
         return tl.where(inside, 0.0, 0.0)
 
@@ -155,7 +155,7 @@ def until_middle(around, sums, decay, r, block, size, C: tl.constexpr, LIMIT: tl
     """The sums of decays from each key to the middle of a block; of keys after the block at most LIMIT."""
     if size < C:
         around = sum_from(sums, decay, r, block * size + (size - 1) // 2, OPERAND, PRECISION)
-    return tl.minimum(-around, LIMIT)
+    return tl.minimum(-around, LIMIT, KEEP_NAN)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from linnet.ops.device import LOG2_E, identify, load_masked, span, store_masked
+from linnet.ops.device import KEEP_NAN, LOG2_E, identify, load_masked, span, store_masked
 
 # 2 to it is 0 in float32: a decay to less is a decay to 0, and -inf becomes a number that can be summed.
 FLOOR = tl.constexpr(-160.0)
@@ -181,7 +181,7 @@ def invert(x, OPERAND: tl.constexpr):
 @triton.jit
 def open_gate(x, lower, OPERAND: tl.constexpr):
     """u, 1 + lower u and 1 / (1 + u) with u = exp(-x): f = (1 + lower u) / (1 + u), 1 - f = (1 - lower) u / (1 + u)."""
-    u = exp2(tl.minimum(-x * LOG2_E, 125.0), OPERAND)
+    u = exp2(tl.minimum(-x * LOG2_E, 125.0, KEEP_NAN), OPERAND)
     return u, 1 + lower * u, invert(1 + u, OPERAND)
 
 
@@ -193,7 +193,7 @@ def read_gate(
     """k and the log-decay of a tile, in float32; with `one` as in `lay_out`, of a transposed tile."""
     x = load_masked(gate, at, mask, MASKED)
     if not FORGET:
-        x = tl.maximum(x.to(tl.float32) * LOG2_E, FLOOR)
+        x = tl.maximum(x.to(tl.float32) * LOG2_E, FLOOR, KEEP_NAN)
     if one is not None:
         x = lay_out(x, one, OPERAND, PRECISION)
     x = x.to(tl.float32)
@@ -209,7 +209,7 @@ def read_gate(
         if one is not None:
             key = lay_out(key, one, OPERAND, PRECISION)
         key, decay = key.to(tl.float32), x
-    return key, tl.maximum(decay, FLOOR)
+    return key, tl.maximum(decay, FLOOR, KEEP_NAN)
 
 
 @triton.jit

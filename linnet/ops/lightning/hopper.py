@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from linnet.ops.device import KEEP_NAN
+
 
 @gluon.constexpr_function
 def product_layout(warps, columns, groups=1):
@@ -126,7 +128,7 @@ def hopper_kernel(
 
     rate = 0.0
     if HAS_DECAY:
-        rate = gl.maximum(gl.load(rates + h).to(gl.float32), -1e30) * 1.4426950408889634
+        rate = gl.maximum(gl.load(rates + h).to(gl.float32), -1e30, KEEP_NAN) * 1.4426950408889634
     state = gl.zeros([BC, DA], gl.float32, STATE)
     j = block * BC + gl.arange(0, BC, gl.SliceLayout(1, STATE))
     i = gl.arange(0, DA, gl.SliceLayout(0, STATE))
@@ -254,7 +256,7 @@ def narrow_kernel(
 
     rate = 0.0
     if HAS_DECAY:
-        rate = gl.maximum(gl.load(rates + h).to(gl.float32), -1e30) * 1.4426950408889634
+        rate = gl.maximum(gl.load(rates + h).to(gl.float32), -1e30, KEEP_NAN) * 1.4426950408889634
     state = gl.zeros([DA, BC], gl.float32, OUT)
     i = gl.arange(0, DA, gl.SliceLayout(1, OUT))
     j = block * BC + gl.arange(0, BC, gl.SliceLayout(0, OUT))

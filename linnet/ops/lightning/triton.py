@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import LOG2_E, identify, load_tile, span, store_masked
+from linnet.ops.device import KEEP_NAN, LOG2_E, identify, load_tile, span, store_masked
 from linnet.ops.documents import count_states
 from linnet.ops.launching import (
     Launcher,
@@ -378,7 +378,7 @@ def _first_row(offsets, n, T, C: tl.constexpr, DOCUMENTS: tl.constexpr, reverse)
 def _rate(rates, h, HAS_DECAY: tl.constexpr):
     """log2 of the decay per token; the bound keeps a decay to zero exact, as in the chunked form."""
     if HAS_DECAY:
-        return tl.maximum(tl.load(rates + h).to(tl.float32), -1e30) * LOG2_E
+        return tl.maximum(tl.load(rates + h).to(tl.float32), -1e30, KEEP_NAN) * LOG2_E
     return 0.0
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import load_masked, span, store_masked
+from linnet.ops.device import KEEP_NAN, load_masked, span, store_masked
 from linnet.ops.documents import count_states
 from linnet.ops.launching import Launch, align, cdiv, count_processors, launch, launch_all, next_power_of_2
 from linnet.ops.modal import chunked
@@ -180,7 +180,7 @@ def _load_rates(log_decay, d, D: tl.constexpr, E: tl.constexpr, FIRST, K: tl.con
     rates, decays = (), ()
     found = _load_modes(log_decay, 0, d, D, E, FIRST, K, -1e30)
     for k in tl.static_range(K):
-        rate = tl.maximum(found[k], -1e30)
+        rate = tl.maximum(found[k], -1e30, KEEP_NAN)
         rates = rates + (rate,)
         decays = decays + (tl.exp(rate),)
     return rates, decays

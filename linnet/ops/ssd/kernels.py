@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from linnet.ops.device import LOG2_E, identify, load_tile, span
+from linnet.ops.device import KEEP_NAN, LOG2_E, identify, load_tile, span
 from linnet.ops.gated.kernels import locate
 
 # Of a log-decay in base 2: 2^LEAST is 0 in float32. Multiples of 1 / GRAIN sum up exactly over a chunk.
@@ -28,7 +28,8 @@ def decays_kernel(g, times, skip, decays, offsets, T, N, HV: tl.constexpr, C: tl
         r, h = tl.arange(0, C), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         mask, known = (r < left)[:, None] & (h < HV)[None, :], (h < HV)[:, None]
         at = (row + chunk % R * C) * HV + r[:, None] * HV + h[None, :]
-        x = tl.maximum(tl.load(g + at, mask=mask, other=0.0).to(tl.float32) * LOG2_E, LEAST)
+        x = tl.load(g + at, mask=mask, other=0.0).to(tl.float32) * LOG2_E
+        x = tl.maximum(x, LEAST, KEEP_NAN)
         exact = tl.trans(tl.floor(x * GRAIN + 0.5) / GRAIN)
         rest = tl.trans(x) - exact
         coarse, fine = tl.cumsum(exact, 1), tl.cumsum(rest, 1)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from linnet.ops.device import KEEP_NAN
 from linnet.ops.lightning.hopper import advance, fetch, make_barriers, product_layout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -43,26 +44,26 @@ def _load_transposed(tile, LAYOUT: gl.constexpr, OPERAND: gl.constexpr):
 @gluon.jit
 def _invert(denominator):
     """1 / denominator in the range of float32, 0 for none."""
-    return gl.where(denominator > 0, 1.0 / gl.where(denominator > 0, denominator, 1.0), 0.0)
+    return gl.where(denominator == 0, 0.0, 1.0 / gl.where(denominator == 0, 1.0, denominator))
 
 
 @gluon.jit
 def _invert_tile(denominator):
-    root = gl.rsqrt(gl.maximum(denominator, TINY))
+    root = gl.rsqrt(gl.maximum(denominator, TINY, KEEP_NAN))
     return root * root
 
 
 @gluon.jit
 def _start(z):
     """Reference and denominator of a state normalised by exp(-z)."""
-    return gl.maximum(z * LOG2_E - SHIFT, NOTHING), gl.where(z > NOTHING, ONE, 0.0)
+    return gl.maximum(z * LOG2_E - SHIFT, NOTHING, KEEP_NAN), gl.where(z > NOTHING, ONE, 0.0)
 
 
 @gluon.jit
 def _log_sum(reference, denominator):
     """The log-sum of the logits of a channel, of which `_start` makes reference and denominator."""
-    z = (reference + gl.log2(gl.where(denominator > 0, denominator, 1.0))) * LN_2
-    return gl.where(denominator > 0, z, -float("inf"))
+    z = (reference + gl.log2(gl.where(denominator == 0, 1.0, denominator))) * LN_2
+    return gl.where(denominator == 0, -float("inf"), z)
 
 
 @gluon.jit

@@ -60,6 +60,7 @@ from linnet.ops.additive.hopper.rotation import (
     _token,
     _widen,
 )
+from linnet.ops.device import KEEP_NAN
 from linnet.ops.lightning.hopper import product_layout
 
 # Known when a kernel is compiled. BC: the columns of V of a program that makes o or dv.
@@ -125,7 +126,7 @@ def _rotate_part_for_values(
         decay = _power(reference - now)
         before = denominator * decay
     key = _power(_widen(key) * LOG2_E - now[:, None])
-    sums, denominator = _sums(key, gl.maximum(before, TINY), 1.0)
+    sums, denominator = _sums(key, gl.maximum(before, TINY, KEEP_NAN), 1.0)
     query = _widen(tq.slice(PART % 2 * 32, 32, dim=1).permute((1, 0)).load(ROWS)) * _invert_fast(sums)
     if PART % 2 == 1:
         at = place.h * sizes.K + HALF * 64
@@ -478,7 +479,7 @@ def _rotate_part_for_queries(
     gl.store(boundaries, now)
     gl.store(boundaries + sizes.K, before)
     key = _power(_widen(key) * LOG2_E - now[:, None])
-    sums, denominator = _sums(key, gl.maximum(before, TINY), unit)
+    sums, denominator = _sums(key, gl.maximum(before, TINY, KEEP_NAN), unit)
     inverse = _in_order(_invert_fast(sums))
     if PART == 0:
         mbarrier.wait(shared.empty.index(slot), (x >> 1) & 1 ^ 1)
@@ -539,7 +540,7 @@ def _rotate_part_for_keys(
         mbarrier.wait(shared.loaded_k.index(slot), (x >> 1) & 1)
     key = _widen(shared.k.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS))
     key = _power(key * LOG2_E - now[:, None])
-    sums, _ = _sums(key, gl.maximum(before, TINY), 1.0)
+    sums, _ = _sums(key, gl.maximum(before, TINY, KEEP_NAN), 1.0)
     query = _widen(shared.q.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS)) * _invert_fast(sums)
     q_dq = query * _widen(shared.dq.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS))
     # The gradient loses this sum: q dq of a token and of all after it.
