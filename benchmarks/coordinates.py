@@ -27,7 +27,7 @@ from linnet.train.coordinates import WIDTHS, check_coordinates
 from linnet.train.preflight import preflight
 
 RESULTS = Path(__file__).parent / "results" / "coordinates.csv"
-ALONE = ("mamba",)
+ALONE = ("mamba", "mamba2", "mamba3")
 HEADS = {"mh_hyena": 16}
 COLUMNS = ("mixer", "widths", "seeds", "parametrisation", "passed")
 COLUMNS += ("worst_ratio", "worst_module", "worst_step", "worst_values", "modules_that_fail")

@@ -51,7 +51,7 @@ register_recipe("llama-10m", lambda: llama(256, 6))
 # - `mamba`: Gu and Dao 2023 (arXiv:2312.00752).
 # - `mamba2`: Dao and Gu 2024 (arXiv:2405.21060), in its own sizes and in those of paper 000, two blocks for each layer
 #   there. The residual stream is float32 where training is mixed precision.
-# - `mamba3`: the mixer alone, with one input and one output per head.
+# - `mamba3`: the mixer alone, with one input and one output per head; in the sizes of paper 000 as `mamba2`.
 
 PUBLISHED = {"130m": (768, 24), "370m": (1024, 48), "780m": (1536, 48), "1.3b": (2048, 48), "2.7b": (2560, 64)}
 PUBLISHED_VOCAB = 50_288  # GPT-NeoX, padded to a multiple of 16
@@ -65,7 +65,8 @@ for name, build in {"mamba": mamba, "mamba2": mamba2, "mamba3": mamba3}.items():
 for size, shape in PUBLISHED.items():
     register_recipe(f"mamba2-{size}", partial(mamba2, *shape, vocab_size=PUBLISHED_VOCAB))
 for size, (layers, width, *_) in PAPER_SIZES.items():
-    register_recipe(f"mamba2-{size}", partial(mamba2, width, 2 * layers, vocab_size=PAPER_VOCAB))
+    for name, build in {"mamba2": mamba2, "mamba3": mamba3}.items():
+        register_recipe(f"{name}-{size}", partial(build, width, 2 * layers, vocab_size=PAPER_VOCAB))
 
 
 # Hybrids: layers of softmax attention among linear ones or convolutions. RMSNorm and SwiGLU.
@@ -205,10 +206,8 @@ def rwkv7(
 
 
 for size, (layers, width, heads, glu) in PAPER_SIZES.items():
-    for mixer in ("gdn", "kda", "gdn2", "gated_delta_product"):
-        register_recipe(
-            f"{mixer}-{size}", partial(DELTA_BUILDERS[mixer], width, layers, heads, glu, vocab_size=PAPER_VOCAB)
-        )
+    for mixer, build in DELTA_BUILDERS.items():
+        register_recipe(f"{mixer}-{size}", partial(build, width, layers, heads, glu, vocab_size=PAPER_VOCAB))
     register_recipe(f"rwkv7-{size}", partial(rwkv7, width, layers, vocab_size=PAPER_VOCAB))
 register_recipe("rwkv7-10m", lambda: rwkv7(256, 6))
 for size, (layers, width) in WORLD.items():
