@@ -57,8 +57,10 @@ class Coordinate:
 
     @property
     def ratio(self) -> float:
-        """Returns the largest value over the smallest; infinite if one is zero or not finite."""
+        """Returns the largest value over the smallest; 1 if all are zero, infinite if one is zero or not finite."""
         low, high = min(self.values), max(self.values)
+        if low == high == 0:  # as after a first step behind a projection that starts at zero
+            return 1.0
         finite = torch.isfinite(torch.tensor(self.values)).all()
         return high / low if finite and low > 0 else float("inf")
 

@@ -50,6 +50,7 @@ def test_a_check_fails_by_its_worst_module_and_by_numbers_that_are_not_finite():
     check = Check("mup", (64, 128), (Coordinate("logits", 1, (1.0, 9.0)), Coordinate("norm", 1, (1.0, 1.4)), wrong))
     assert check.worst is wrong and not check.passed and check.failed() == ["blocks.0"]
     assert Coordinate("a", 1, (1.0, float("nan"))).ratio == Coordinate("a", 1, (0.0, 1.0)).ratio == float("inf")
+    assert Coordinate("a", 1, (0.0, 0.0)).ratio == 1.0  # behind a projection that starts at zero
 
 
 @pytest.mark.parametrize(
