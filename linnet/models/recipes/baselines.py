@@ -163,6 +163,7 @@ for size, shape in {"350m": (1024, 16, 4608), "700m": (1536, 24, 6912), "1.2b": 
 # - `gdn`: Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464). Its mixer has 6 d^2 weights, that of
 #   the Transformer 4 d^2, beside the same SwiGLU.
 # - `gated_delta_product`: Siems et al. 2025 (arXiv:2502.10297), with two micro-steps. Its mixer has 8.25 d^2 weights.
+#   Departure: weights start as in every model here; the authors draw them as Glorot and Bengio do, times 2^-2.5.
 # - `gdn2`: `kda` with erase and write gates per channel.
 # - `kda`: Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692) in every layer. Kimi Linear mixes three such layers
 #   and one of attention without positions; its experts and MLA are not here.
