@@ -729,13 +729,13 @@ def _models_at(cls: type[BaseModel], path: typing.Iterable) -> set[type[BaseMode
 
 def _paths(cls: type[BaseModel], name: str, above: tuple[str, ...] = ()) -> list[str]:
     """Returns where a configuration has a key of this name, as paths with dots, outside of lists and mappings."""
-    found = [".".join((*above, name))] if name in cls.model_fields else []
+    paths = [".".join((*above, name))] if name in cls.model_fields else []
     for key, field in cls.model_fields.items():
         parts = [field.annotation, *_alternatives(field.annotation)]
         for part in parts:
             if isinstance(part, type) and not isinstance(part, types.GenericAlias) and issubclass(part, BaseModel):
-                found += _paths(part, name, (*above, key)) if len(above) < 3 else []
-    return found
+                paths += _paths(part, name, (*above, key)) if len(above) < 3 else []
+    return paths
 
 
 def _alternatives(annotation: typing.Any) -> typing.Iterable:

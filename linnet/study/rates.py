@@ -252,7 +252,7 @@ def _cubics(vertices: Sequence[Vertex]) -> tuple[float, np.ndarray, np.ndarray] 
     for vertex in vertices:
         u = np.array([row[0] for row in vertex.rows]) - vertex.centre
         seed, y = np.array([row[1] for row in vertex.rows]), np.array([row[2] for row in vertex.rows])
-        q, r = np.linalg.qr(np.column_stack([*(seed == one for one in np.unique(seed)), u, u**2]).astype(float))
+        q, r = np.linalg.qr(np.column_stack([*(seed == number for number in np.unique(seed)), u, u**2]).astype(float))
         inverse, third = np.linalg.inv(r)[-2:], u**3 - q @ (q.T @ u**3)
         parts.append((inverse @ inverse.T, inverse @ (q.T @ u**3), float(np.abs(u).max())))
         square, product = square + float(third @ third), product + float(third @ y)
@@ -261,7 +261,7 @@ def _cubics(vertices: Sequence[Vertex]) -> tuple[float, np.ndarray, np.ndarray] 
     noise = max((left - c3 * product) / freedom, FLOOR)
     if c3 * product <= noise:
         return None
-    minima, shares, own = [], [], []
+    minima, shares, noises = [], [], []
     for vertex, (covariance, cubed, most) in zip(vertices, parts, strict=True):
         bend = vertex.coefficients[2]
         c1, c2 = np.array(vertex.coefficients[1:]) - c3 * cubed
@@ -269,9 +269,9 @@ def _cubics(vertices: Sequence[Vertex]) -> tuple[float, np.ndarray, np.ndarray] 
         minimum = min(max(-c1 / (c2 + root), -most), most) if c2 + root > 0 else math.copysign(most, -c1)
         at, curve = np.array([1, 2 * minimum]), max(2 * c2 + 6 * c3 * minimum, bend)
         minima.append(minimum + vertex.centre)
-        own.append(float(at @ covariance @ at) / curve**2)
+        noises.append(float(at @ covariance @ at) / curve**2)
         shares.append((at @ cubed - 3 * minimum**2) / curve)
-    covariance = noise * (np.diag(own) + np.outer(shares, shares) / square)
+    covariance = noise * (np.diag(noises) + np.outer(shares, shares) / square)
     return 1 - noise / (c3 * product), math.log(2) * np.array(minima), math.log(2) ** 2 * covariance
 
 

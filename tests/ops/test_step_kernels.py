@@ -298,8 +298,8 @@ class Case:
     def check_nan(self):
         """Where NaN in an input makes a result NaN by the definition, it does so in the kernels of both forms."""
         constants = {name: x for name, x in self.constants.items() if x.is_floating_point()}
-        for name, given in ("streams", self.streams), ("constants", constants.values()), ("states", self.states):
-            for number, x in enumerate(given):
+        for name, inputs in ("streams", self.streams), ("constants", constants.values()), ("states", self.states):
+            for number, x in enumerate(inputs):
                 kept = x.clone()
                 (x[:, 1] if name == "streams" else x)[..., -1] = float("nan")
                 with ops.use_backend("reference"):

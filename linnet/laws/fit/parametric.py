@@ -286,9 +286,9 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     # Residuals of n runs are smaller than their errors by the root of (n - 5) / n, and the noise is unsure.
     widened = 1.0 if few else np.sqrt(count / freedom) * float(stdtrit(freedom, 0.975) / ndtri(0.975))
     if clusters is None:
-        found, drawn, fit.budget_deviation = _shared_errors(theta, table, resamples, seed)
+        errors, drawn, fit.budget_deviation = _shared_errors(theta, table, resamples, seed)
         if fit.budget_deviation:
-            y = y + drawn / widened - (0.0 if few else found)
+            y = y + drawn / widened - (0.0 if few else errors)
     each = _around(theta)[: 1 if len(table) > MANY else None]
     starts = np.tile(each, (resamples, 1))
     terms, weights = _terms(N, D), np.repeat(counts, len(each), axis=0)
@@ -322,7 +322,7 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
 def _shared_errors(
     theta: np.ndarray, table: pd.DataFrame, resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Returns errors of log loss that all rows of a budget share: those found, drawn ones, and their deviation.
+    """Returns errors of log loss that all rows of a budget share: estimated ones, drawn ones, and their deviation.
 
     A poor learning rate of a budget moves all of its rows, and the surface goes along with them. So the distances from
     the surface that the means of budgets add, beyond what the surface absorbs, are compared with the scatter inside
@@ -356,8 +356,8 @@ def _shared_errors(
     deviation = float(np.sqrt((distance - noise) * excess * freedom / (sizes[shown] ** 2).sum()))
     spread = deviation * resampling.scales(freedom / excess**2, resamples, seed + 2)
     drawn = spread[:, None] * np.random.default_rng([seed, 3]).normal(size=(resamples, members.shape[1]))
-    found = excess * between[:, shown] @ (between[:, shown].T @ rest)
-    return found, np.clip(drawn, -1, 1)[:, budget], deviation
+    errors = excess * between[:, shown] @ (between[:, shown].T @ rest)
+    return errors, np.clip(drawn, -1, 1)[:, budget], deviation
 
 
 @dataclass(frozen=True)

@@ -186,14 +186,14 @@ class _Alone:
 def _tests(surfaces: Surfaces, fits, y) -> list[Test]:
     """Returns the F tests of the smaller forms, whose conclusions share the 5 % by Holm's method."""
     size, largest = surfaces.size(()), fits["all own"][1]
-    left, found = len(y) - size, []
+    left, ratios = len(y) - size, []
     for form, shared in FORMS.items():
         if shared:
             fewer = size - surfaces.size(shared)
             ratio = max(0.0, fits[form][1] - largest) / fewer / (largest / left + 1e-16)  # losses are rounded
-            found.append((form, float(ratio), float(stats.f.sf(ratio, fewer, left)), (fewer, left)))
+            ratios.append((form, float(ratio), float(stats.f.sf(ratio, fewer, left)), (fewer, left)))
     tests = []
-    for (form, ratio, p, degrees), adjusted in zip(found, orders.holm([p for _, _, p, _ in found]), strict=True):
+    for (form, ratio, p, degrees), adjusted in zip(ratios, orders.holm([p for _, _, p, _ in ratios]), strict=True):
         words = "rejected: the architectures differ in it" if adjusted < orders.LEVEL else "not rejected by these runs"
         tests.append(Test(f"{form} against all own", ratio, p, words, degrees))
     return tests

@@ -314,9 +314,9 @@ def forward_hopper_kernel(
     state = gl.zeros([BV, K], gl.float32, STATE)
     i = gl.arange(0, K, gl.SliceLayout(0, STATE))
     j = block * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
-    place = nh.to(gl.int64) * (K * V) + i[None, :] * V + j[:, None]
+    entries = nh.to(gl.int64) * (K * V) + i[None, :] * V + j[:, None]
     if HAS_INITIAL:
-        state += gl.load(initial + place)
+        state += gl.load(initial + entries)
     if SEGMENTS > 1:
         for x in range(0, s):
             before = nh.to(gl.int64) * SEGMENTS + x
@@ -378,4 +378,4 @@ def forward_hopper_kernel(
     if HAS_FINAL:
         # By the program of the last chunk.
         if (first + chunks == T // C) & (chunks > 0):
-            gl.store(final + place, state)
+            gl.store(final + entries, state)
