@@ -22,7 +22,7 @@ from linnet.laws.fit.law import HeldOut, Law, compare, threshold
 from linnet.laws.fit.lse import Objective, Term, huber, log_sum, residuals, solve
 from linnet.laws.fit.power import add_draws, finish
 from linnet.laws.fit.results import Bootstrap, ParametricFit
-from linnet.laws.orders import budgets_of
+from linnet.laws.orders import NEAR, budgets_of
 
 DELTA = 1e-3
 HUBER = Objective(DELTA)
@@ -335,6 +335,8 @@ def _shared_errors(
     """
     N, D, C = (table[name].to_numpy(float) for name in ("N", "D", "C"))
     budget = budgets_of(np.log(C))
+    if any(np.ptp(np.log(C[budget == number])) > NEAR for number in range(budget.max() + 1)):
+        return np.zeros(1), np.zeros(1), 0.0  # computes that lie anywhere, as those of paper figures, are no budgets
     shares = log_sum(_terms(N, D), theta[None])[1][:, 0]
     slopes = np.stack([*shares, -shares[0] * np.log(N), -shares[1] * np.log(D)], axis=1)
     basis = np.linalg.qr(slopes / np.abs(slopes).max(axis=0))[0]

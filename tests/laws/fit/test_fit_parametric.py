@@ -240,3 +240,11 @@ def test_intervals_of_a_surface_have_an_error_that_the_rows_of_a_budget_share(mo
     assert len(covered) >= 40 and np.mean(covered) >= 0.8 and 0.006 <= np.mean(deviations) <= 0.013
     silent = [fit_parametric(_with_errors(seed, 0.0), bootstrap=100).budget_deviation for seed in range(30)]
     assert np.mean(silent) < 0.001
+
+
+def test_computes_that_lie_anywhere_are_no_budgets():
+    scattered = _with_errors(0, 0.01)
+    assert fit_parametric(scattered, bootstrap=100).budget_deviation > 0
+    scattered["D"] *= np.exp(np.random.default_rng(0).uniform(-0.5, 0.5, len(scattered)))
+    scattered["C"] = 6 * scattered["N"] * scattered["D"]
+    assert fit_parametric(scattered, bootstrap=100).budget_deviation == 0
