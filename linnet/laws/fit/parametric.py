@@ -336,7 +336,7 @@ def _shared_errors(
     N, D, C = (table[name].to_numpy(float) for name in ("N", "D", "C"))
     budget = budgets_of(np.log(C))
     if any(np.ptp(np.log(C[budget == number])) > NEAR for number in range(budget.max() + 1)):
-        return np.zeros(1), np.zeros(1), 0.0  # computes that lie anywhere, as those of paper figures, are no budgets
+        return np.zeros(1), np.zeros(1), 0.0  # the computes form no budgets, as in points of a figure
     shares = log_sum(_terms(N, D), theta[None])[1][:, 0]
     slopes = np.stack([*shares, -shares[0] * np.log(N), -shares[1] * np.log(D)], axis=1)
     basis = np.linalg.qr(slopes / np.abs(slopes).max(axis=0))[0]
