@@ -5,6 +5,7 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import pytest
@@ -218,7 +219,8 @@ def test_each_entry_of_a_docstring_is_help_of_a_parameter():
 @pytest.mark.parametrize("total, text", [(8, "prompts: 50 %, about 10 s left\n"), (None, "prompts: 4 done\n")])
 def test_a_bar_prints_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, total, text):
     clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    # Of this module alone: an event loop in another thread would wait by the false clock, for hours by the true one.
+    monkeypatch.setattr("linnet.options.time", SimpleNamespace(monotonic=lambda: clock[0]))
     console = Console(file=io.StringIO())
     with Steps(TextColumn("{task.description}"), console=console) as bar:
         bar.get_time = lambda: clock[0]
