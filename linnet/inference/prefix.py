@@ -178,8 +178,8 @@ def load_prefix(path: str | Path, digest: str, like: ModelState, rows: int, voca
         raise ConfigError([message], "prefix")
     if metadata["digest"] != digest:
         message = (
-            f"{path}: belongs to the model {metadata['digest']}, not to this one ({digest}): weights, precision or "
-            "configuration differ; save it again with this model (--save-state)"
+            f"{path}: belongs to the model {shown(metadata['digest'])}, not to this one ({digest!r}): weights, "
+            "precision or configuration differ; save it again with this model (--save-state)"
         )
         raise ConfigError([message], "prefix")
     expected = {f"state.{layer}.{name}": x for layer, state in like.items() for name, x in state.items()}

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, Problem, Rename, gather
+from linnet.config import ConfigError, Problem, Rename, gather, shown
 from linnet.layers.base import auxiliary_layers
 from linnet.models import OBJECTIVE_KINDS, build, count_parameters
 from linnet.parallel.mesh import Mesh
@@ -384,8 +384,8 @@ class RunObjective(Objective):
         if meta["data"] == self.data.digest:
             return []
         return [
-            f"data: the {self.units} changed since this run's checkpoint (digest {meta['data']}, now "
-            f"{self.data.digest}); restore them, or delete the run folder to train anew"
+            f"data: the {self.units} changed since this run's checkpoint (digest {shown(meta['data'])}, now "
+            f"{self.data.digest!r}); restore them, or delete the run folder to train anew"
         ]
 
     def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:

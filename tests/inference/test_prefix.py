@@ -136,6 +136,10 @@ def test_a_prefix_of_something_else_is_refused(tmp_path):
         engine.load_prefix(file)
     with pytest.raises(ConfigError, match="prefix: .*model"):
         engine.submit("d", SAMPLING, other)
+    save_file({"logits": torch.zeros(3)}, file, {"format": "1", "digest": "\x1b]0;title" + "0" * 9_000_000})
+    with pytest.raises(ConfigError, match="belongs to the model ") as caught:
+        engine.load_prefix(file)
+    assert len(str(caught.value)) < 1000 and "\x1b" not in str(caught.value)
     engine.prefix("abc").save(file)
     with pytest.raises(ConfigError, match="context_length"):
         make(context_length=64).load_prefix(file)

@@ -1,6 +1,7 @@
 """Starting from another run's weights, and the checks that the two fit."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from linnet.data import ByteTokenizer
 from linnet.models import build_model, family
 from linnet.runs import save_model
 from linnet.train import TrainConfig, train
+from linnet.train.preflight import preflight
 
 
 def first_loss(run) -> float:
@@ -32,6 +34,15 @@ def test_another_vocabulary_is_refused(settings, cache, tmp_path):
     message = str(caught.value)
     assert " 256 " in message and " 300 " in message
     assert str(other.path) in message and "data.tokenizer" in message
+
+
+FORGED = ["many", {"tokens": [0] * 10**6, "tokenizer": "\x1b]0;title", "digest": "0" * 10**6}, {"model": {}}]
+
+
+@pytest.mark.parametrize("vocabulary", FORGED)
+def test_a_forged_vocabulary_is_refused_in_a_line(settings, cache, vocabulary):
+    [line] = preflight(settings(), cache).objective.start_problems({"vocabulary": vocabulary}, Path("start"))
+    assert line.startswith("the vocabulary differs: start has ") and len(line) < 1000 and "\x1b" not in line
 
 
 def test_a_tokenizer_may_be_named_by_its_file(settings, cache, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, SeveralKeys, checking, digest, gather, in_full
+from linnet.config import ConfigError, SeveralKeys, checking, digest, gather, in_full, shown
 from linnet.data import Corpus, Tokenizer, flatten_documents, given_tokenizer, given_vocabulary
 from linnet.data.corpus import mixture_of
 from linnet.data.problems import in_data, problems_of
@@ -426,12 +426,13 @@ class SentenceObjective(LabelledObjective):
         return {**super().meta(), "vocabulary": self._vocabulary()}
 
     def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
-        mine, theirs = self._vocabulary(), meta.get("vocabulary", {})
+        mine = self._vocabulary()
+        theirs = vocabulary if isinstance(vocabulary := meta.get("vocabulary"), dict) else {}
         if theirs.get("model") == mine["model"] and theirs.get("tokens") == mine["tokens"]:
             return []
         return [
-            f"the vocabulary differs: {path} has {theirs.get('model')} rows for {theirs.get('tokens')} tokens, this "
-            f"configuration {mine['model']} rows for {mine['tokens']} tokens; leave data.tokenizer and "
+            f"the vocabulary differs: {path} has {shown(theirs.get('model'))} rows for {shown(theirs.get('tokens'))} "
+            f"tokens, this configuration {mine['model']} rows for {mine['tokens']} tokens; leave data.tokenizer and "
             "model.vocab_size out, and they are those of init_from"
         ]
 

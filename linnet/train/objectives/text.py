@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, shown
 from linnet.data import Batches, Corpus, flatten_documents, given_tokenizer, prepare, validation_batches
 from linnet.data.corpus import Portion, content, mixture_of, revisions
 from linnet.data.problems import in_data, text_problems
@@ -103,14 +103,15 @@ class CorpusObjective(RunObjective):
         if meta.get("vocabulary") == {}:  # a model folder without a tokenizer
             fix = "put the tokenizer.json that it was trained with into this folder"
             return [f"{path}: has no tokenizer.json, so it is not known what its token ids mean; {fix}"]
-        theirs = dict.fromkeys(mine) | (vocabulary if isinstance(vocabulary := meta.get("vocabulary"), dict) else {})
+        theirs = vocabulary if isinstance(vocabulary := meta.get("vocabulary"), dict) else {}
         # Names are not compared, because the name of a tokenizer may be that of its file.
-        if all(mine[key] == theirs[key] for key in ("model", "tokens", "digest")):
+        if all(mine[key] == theirs.get(key) for key in ("model", "tokens", "digest")):
             return []
+        rows, tokens, name, digest = (shown(theirs.get(key)) for key in ("model", "tokens", "tokenizer", "digest"))
         return [
-            f"the vocabulary differs: {path} has {theirs['model']} rows for the {theirs['tokens']} tokens of "
-            f"{theirs['tokenizer']} ({theirs['digest']}), this configuration has {mine['model']} rows for the "
-            f"{mine['tokens']} tokens of {mine['tokenizer']} ({mine['digest']}); "
+            f"the vocabulary differs: {path} has {rows} rows for the {tokens} tokens of {name} ({digest}), "
+            f"this configuration has {mine['model']} rows for the "
+            f"{mine['tokens']} tokens of {mine['tokenizer']!r} ({mine['digest']!r}); "
             "use the same data.tokenizer and model.vocab_size"
         ]
 

@@ -24,6 +24,7 @@ from linnet.train.identity import digest_of
 from linnet.train.loop import result_numbers
 from linnet.train.monitor import Guard
 from linnet.train.objectives import in_steps, read_training
+from linnet.train.preflight import preflight
 
 pytest.importorskip("sklearn")
 CPU = torch.device("cpu")
@@ -178,6 +179,12 @@ def test_bad_starts_tasks_and_data_are_refused_before_work(tuning, text, glue, c
         with pytest.raises(ConfigError, match=words):
             train(tuning(**changes), tmp_path / "runs", cache)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("vocabulary", ["many", {"tokens": [0] * 10**6, "model": "\x1b]0;title"}])
+def test_a_forged_vocabulary_of_the_start_is_refused_in_a_line(tuning, cache, vocabulary):
+    [line] = preflight(tuning(), cache).objective.start_problems({"vocabulary": vocabulary}, Path("start"))
+    assert line.startswith("the vocabulary differs: start has ") and len(line) < 1000 and "\x1b" not in line
 
 
 def test_training_from_new_weights_needs_a_tokenizer_alone(tuning, glue, cache, tmp_path):
