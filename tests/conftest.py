@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several fold
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same 50 examples in every run; `pytest --hypothesis-profile=search` draws 500 new ones.
-settings.register_profile("suite", derandomize=True, max_examples=50)
-settings.register_profile("search", max_examples=500)
+# The same 50 examples in every run; `pytest --hypothesis-profile=search` draws 500 new ones. None has a deadline: on a
+# busy machine any may take long.
+settings.register_profile("suite", derandomize=True, max_examples=50, deadline=None)
+settings.register_profile("search", max_examples=500, deadline=None)
 settings.load_profile("suite")
 
 

@@ -45,7 +45,6 @@ def found():
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
-@settings(deadline=None)
 def test_all_text_comes_back(found, text):
     ids = found.encode(text)
     assert found.decode(ids) == text
@@ -55,7 +54,6 @@ def test_all_text_comes_back(found, text):
 
 
 @given(st.one_of(st.binary(max_size=60), st.lists(st.sampled_from([b"\xe4\xb8", b"\xad", b"cat", b"\xff", b"\xc3"]))))
-@settings(deadline=None)
 def test_all_bytes_come_back(found, data):
     data = data if isinstance(data, bytes) else b"".join(data)
     assert found.decode_bytes(found.encode_bytes(data)) == data
@@ -195,7 +193,7 @@ def test_scripts_of_characters_and_documents():
 
 
 @given(st.text())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_text_has_a_script(text):
     letters = {script_of(character) for character in text} - {"digits", "white space", "punctuation and symbols"}
     script = script_of_document(text)

@@ -361,7 +361,7 @@ def test_time_is_linear_in_the_length(unit):
     clean_text("warm " * 20 + "\u00e9")
     start = time.process_time()
     clean_text(text)
-    assert time.process_time() - start < 0.4  # a quadratic pattern takes minutes
+    assert time.process_time() - start < 4  # at most 0.2 on a quiet machine; a quadratic pattern takes minutes
 
 
 def test_watermarks_are_lines_that_repeat_between_others():

@@ -41,7 +41,6 @@ def test_an_epoch_reads_every_window_once_and_targets_follow_tokens(counting):
 
 
 @given(step=st.integers(0, 10**7), world=st.integers(1, 12), batch_size=st.integers(1, 9), seed=st.integers(0, 3))
-@settings(deadline=None)
 def test_ranks_share_the_global_batch(counting, step, world, batch_size, seed):
     whole = Batches(counting, 7, batch_size, seed).batch(step)
     ranks = [Batches(counting, 7, batch_size, seed).batch(step, rank, world) for rank in range(world)]
@@ -102,7 +101,7 @@ def test_places_outside_are_refused(counting, step, rank, world):
 
 
 @given(length=st.integers(1, 60), seq_len=st.integers(1, 70), batch_size=st.integers(1, 9))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_validation_scores_every_token_but_the_first_once(shards_of, length, seq_len, batch_size):
     batches = validation_batches(shards_of([list(range(1, length + 1))]), seq_len, batch_size)
     scored = []
@@ -117,7 +116,6 @@ def test_validation_scores_every_token_but_the_first_once(shards_of, length, seq
 
 
 @given(limit=st.integers(1, 1500))
-@settings(deadline=None)
 def test_validation_with_a_limit_is_spread_over_the_split(counting, limit):
     batches = validation_batches(counting, 10, 4, max_tokens=limit)
     targets = torch.cat([targets.flatten() for _, targets in batches])

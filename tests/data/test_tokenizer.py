@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -73,7 +73,6 @@ def test_half_of_a_surrogate_pair_is_refused(kind, bpe):
 
 
 @given(unicode_text)
-@settings(deadline=None)
 def test_bpe_round_trip_and_exact_byte_lengths(bpe, text):
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text

@@ -24,7 +24,7 @@ def shards(tmp_path_factory) -> TokenShards:
 
 
 @given(length=st.integers(4, 200), rate=st.floats(0.1, 0.9), sample=st.integers(0, 2**40))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_every_row_has_exactly_the_asked_number_of_targets(length, rate, sample):
     config = MaskingConfig(rate=rate)
     if config.problems(length):

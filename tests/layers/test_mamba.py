@@ -46,7 +46,7 @@ def test_the_convolution_is_that_of_pytorch():
     torch.testing.assert_close(y, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, 12), max_size=5), width=st.integers(2, 5), given_state=st.booleans())
 def test_documents_of_any_length_are_convolved_alone(cuts, width, given_state):
     layer, x, edges = conv(width), torch.randn(1, 12, 5, dtype=torch.float64), [0, *sorted(cuts), 12]

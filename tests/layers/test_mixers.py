@@ -211,7 +211,7 @@ def test_gradients_of_each_sequence_by_transforms(name, options):
 
 
 @pytest.mark.parametrize("name, options", CASES)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(cut=st.integers(1, T - 1), length=st.integers(2, T))
 def test_a_carried_state_continues_the_sequence(name, options, cut, length):
     cut = min(cut, length - 1)

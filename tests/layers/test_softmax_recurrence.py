@@ -39,7 +39,7 @@ def draw(tokens, width, seed, scale=1.0):
     return [scale * torch.randn(tokens, width, dtype=torch.float64, generator=generator) for _ in range(3)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tokens=st.integers(1, 24),
     width=st.integers(1, 9),

@@ -87,7 +87,7 @@ def test_chunked_is_the_definition(case):
     assert_same(everything(call), everything(call, "reference"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     B=st.integers(1, 2), T=st.integers(1, 80), H=st.integers(1, 2), K=st.integers(1, 5), V=st.integers(1, 5),
     theta=st.booleans(), state=st.booleans(), causal=st.booleans(), spread=st.sampled_from([0.1, 1.0, 30.0, 1e4]),
@@ -109,7 +109,7 @@ def test_any_shape(B, T, H, K, V, theta, state, causal, spread, masked, chunk, s
         assert_same(everything(call), everything(call, "reference"))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cuts=st.lists(st.integers(0, 60), max_size=5), theta=st.booleans(), causal=st.booleans())
 def test_documents_are_separate_calls(cuts, theta, causal):
     edges = [0, *sorted(cuts), 60]

@@ -14,7 +14,7 @@ def offsets(sizes: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(sizes=SIZES, width=st.sampled_from([8, 2**10, 2**14]))
 def test_batches_hold_every_token_once(sizes, width):
     length = sum(sizes)
@@ -42,7 +42,7 @@ def test_rows_of_similar_length_share_a_batch_and_others_do_not():
     assert [rows.states.tolist() for rows in found] == [[2, 5], [1, 3, 0, 4]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(sizes=SIZES.filter(any))
 def test_waves_hold_all_documents_at_each_time(sizes):
     length = sum(sizes)

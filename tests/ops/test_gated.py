@@ -51,7 +51,7 @@ def everything(call, form="chunked"):
     return [*results, *torch.autograd.grad(loss_of(results), leaves)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     B=st.integers(1, 2),
     T=st.one_of(st.sampled_from([1, 2, 63, 64, 65, 128]), st.integers(1, 200)),
@@ -71,7 +71,7 @@ def test_chunked_is_the_definition(B, T, H, K, V, strength, resets, state, piece
     assert_same(actual, everything(call, "reference"))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(cuts=st.lists(st.integers(0, 90), max_size=4), state=st.booleans())
 def test_documents_are_separate_calls(cuts, state):
     offsets = [0, *sorted(cuts), 90]

@@ -43,7 +43,7 @@ def everything(call, form="chunked"):
     return [*results, *torch.autograd.grad(loss, leaves)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     B=st.integers(1, 2),
     T=st.one_of(st.sampled_from([1, 63, 64, 65, 128]), st.integers(1, 200)),
@@ -75,7 +75,7 @@ def test_documents_are_padded_where_no_final_state_is_wanted(decay):
     assert_same(*found)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(cuts=st.lists(st.integers(0, 90), max_size=4), decay=st.sampled_from(list(DECAYS)), state=st.booleans())
 def test_documents_are_separate_calls(cuts, decay, state):
     offsets = [0, *sorted(cuts), 90]

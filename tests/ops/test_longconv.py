@@ -57,7 +57,7 @@ def use_toeplitz(patch, up_to):
     patch.setattr(chunked, "LINES", 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     B=st.integers(1, 3), T=st.integers(1, 90), F=st.integers(1, 3), P=st.integers(1, 3), N=st.integers(1, 4),
     state=st.booleans(), toeplitz=st.sampled_from([0, 1000]),
@@ -69,7 +69,7 @@ def test_parallel_form_is_the_definition(B, T, F, P, N, state, toeplitz):
         assert_same(everything(call), everything(call, "reference"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cuts=st.lists(st.integers(0, 80), max_size=5), state=st.booleans(), toeplitz=st.sampled_from([0, 20, 1000]))
 def test_documents(cuts, state, toeplitz):
     edges = [0, *sorted(cuts), 80]
@@ -194,7 +194,7 @@ def test_vmap_of_the_backward(documents):
     check_vmap_of_backward(run, call)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(T=st.integers(1, 100), N=st.integers(1, 3), D=st.integers(1, 4), chunk=st.sampled_from([1, 4, 32]))
 def test_attention_with_a_filter_is_the_convolution_of_the_products(T, N, D, chunk):
     call = make(B=1, T=1, F=3, N=N, seed=T)

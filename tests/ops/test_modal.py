@@ -46,7 +46,7 @@ def everything(call, form="chunked"):
     return with_gradients(run(call, form), call)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     B=st.integers(1, 3), T=st.integers(1, 150), D=st.integers(1, 4), E=st.integers(1, 5),
     state=st.booleans(), forgetful=st.booleans(), chunk=st.sampled_from([1, 5, 16, 32]),
@@ -62,7 +62,7 @@ def test_chunked_is_the_definition(B, T, D, E, state, forgetful, chunk):
         assert_same(everything(call), everything(call, "reference"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cuts=st.lists(st.integers(0, 80), max_size=5), state=st.booleans())
 def test_documents(cuts, state):
     edges = [0, *sorted(cuts), 80]

@@ -51,7 +51,7 @@ def everything(call, form="chunked"):
     return with_gradients(run(call, form), call)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     B=st.integers(1, 3), T=st.integers(1, 150), D=st.integers(1, 4),
     theta=st.booleans(), state=st.booleans(), resets=st.sampled_from([0, 1, 7]),
@@ -65,7 +65,7 @@ def test_chunked_is_the_definition(B, T, D, theta, state, resets):
     assert_same(everything(call), everything(call, "reference"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cuts=st.lists(st.integers(0, 40), max_size=5), theta=st.booleans(), state=st.booleans())
 def test_documents(cuts, theta, state):
     edges = [0, *sorted(cuts), 40]

@@ -59,7 +59,7 @@ def use_chunks_of(patch, tokens):
     patch.setattr(chunked, "chunk_length", lambda *_: tokens)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     Bt=st.integers(1, 3), T=st.integers(1, 70), D=st.integers(1, 4), N=st.integers(1, 5),
     skip=st.booleans(), softplus=st.booleans(), state=st.booleans(), chunk=st.sampled_from([1, 2, 7, 32, 256]),
@@ -71,7 +71,7 @@ def test_chunked_is_the_definition(Bt, T, D, N, skip, softplus, state, chunk):
         assert_same(everything(call), everything(call, "reference"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cuts=st.lists(st.integers(0, 60), max_size=5), state=st.booleans(), chunk=st.sampled_from([3, 16, 64]))
 def test_documents(cuts, state, chunk):
     call = make(1, 60, state=state, documents=[0, *sorted(cuts), 60])

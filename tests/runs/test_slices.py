@@ -26,7 +26,7 @@ def cuts(draw):
     return shape, grid, begin, [draw(st.integers(start, size)) for start, size in zip(begin, shape, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cuts())
 def test_any_part_is_read_from_any_cut(tmp_path_factory, cut):
     shape, grid, begin, end = cut

@@ -45,7 +45,7 @@ def test_answers_are_those_of_the_page(page, path: str, mode: schemathesis.Gener
     operation = page[path]["POST" if "completions" in path else "GET"]
 
     # A page cannot say all that makes a request right: which characters a tokenizer has, how many tokens a text is.
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case):
         case.call_and_validate(excluded_checks=[positive_data_acceptance])

@@ -210,12 +210,12 @@ def test_a_template_that_takes_too_long_fails_one_conversation_and_is_left_alone
     monkeypatch.setattr("linnet.data.chat.template.SECONDS", 0.4)
     with pytest.raises(ConfigError, match=r"messages: .*takes more than 0\.4 seconds"):
         template.encode([{"role": "user", "content": "long"}])
+    monkeypatch.setattr("linnet.data.chat.template.SECONDS", 20.0)
     start = time.monotonic()
     for content in ("long", "x"):
         with pytest.raises(ConfigError, match="messages: .*not tried, .*; try again in [0-9]+ s"):
             template.encode([{"role": "user", "content": content}])
-    assert time.monotonic() - start < 0.4
-    monkeypatch.setattr("linnet.data.chat.template.SECONDS", 20.0)
+    assert time.monotonic() - start < 15
     monkeypatch.setattr(template._renderer, "_refused_until", time.monotonic())  # a minute later
     assert template.encode([{"role": "user", "content": "x"}]) == [ord("x")]
 

@@ -13,7 +13,7 @@ from linnet.laws.fit.lse import Term, huber, log_sum, solve
 C = np.geomspace(1e17, 1e22, 12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     exponent=st.floats(-0.5, 0.9).filter(lambda value: abs(value) > 1e-3),
     log_coefficient=st.floats(-20, 30),
@@ -28,7 +28,7 @@ def test_pure_law_is_recovered_at_every_scale(exponent, log_coefficient, low, de
     assert law.rms_log_error < 1e-9
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(E=st.floats(0.3, 3), share=st.floats(0.1, 2), exponent=st.floats(-0.4, -0.05))
 def test_law_with_a_constant_is_recovered(E, share, exponent):
     loss = E * (1 + share * (C / C[0]) ** exponent)

@@ -147,7 +147,7 @@ def test_many_problems_are_cut(write):
     assert len(found) == 31 and found[-1] == "and 10 more problems"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text(alphabet="N,C loss\n1e6.-\"'\t;na\0é", max_size=60))
 def test_any_text_gives_a_table_or_a_listed_problem(text, tmp_path_factory):
     path = tmp_path_factory.mktemp("any") / "t.csv"
