@@ -53,6 +53,13 @@ PACKAGE = Path(__file__).parents[1]
 # million objects that stay, and looking for cycles among them again and again took a fifth of a short command.
 COLLECT_EVERY = 50_000
 
+# Turns for which a thread of OpenMP waits for the others, or for work, before it sleeps. libgomp's own 300,000 hold a
+# core for most of a millisecond while the thread that is waited for has none, because other processes run: on a busy
+# machine of two cores a training took many times as long (docs/training.md).
+SPINS = "1000"
+# Verbs of many small operations in a row, which lose more by threads that sleep on a quiet machine.
+DECODING = {"generate", "serve", "bench"}
+
 
 @contextmanager
 def _plain_warnings(console: Console) -> Iterator[None]:
@@ -231,6 +238,9 @@ def main() -> None:
     # transformers imports torchao, which warns of each of its GPU libraries that a PyTorch for CPUs cannot load.
     for name in ("torchao", "torch.utils"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # libgomp reads it when torch is imported.
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ) and not DECODING & set(sys.argv[1:2]):
+        os.environ["GOMP_SPINCOUNT"] = SPINS
     os.environ[SAFE_PATH] = "1"  # for all processes that this one starts, those of PyTorch's compiler included
     if conflict := name_conflict():
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold yellow]warning[/] {escape(conflict)}")

@@ -171,3 +171,21 @@ linnet.cli.main()
         time.sleep(0.01)
     child.send_signal(signal.SIGTERM)
     assert child.wait(30) == 128 + signal.SIGTERM and "cleaned up" in child.output()
+
+
+@pytest.mark.parametrize(
+    "verb, variables, turns",
+    [("train", {}, "1000"), ("generate", {}, "None"), ("train", {"GOMP_SPINCOUNT": "7"}, "7")]
+    + [("train", {"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_that_wait_sleep_soon(verb, variables, turns):
+    program = (
+        "import os, linnet.cli\nlinnet.cli.app = lambda **_: print(os.environ.get('GOMP_SPINCOUNT'))\nlinnet.cli.main()"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    command = [sys.executable, "-P", "-c", program, verb]
+    path = str(Path(linnet.__file__).parents[1])
+    ended = subprocess.run(command, env=environment | variables | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert ended.stdout.strip() == turns, ended.stderr

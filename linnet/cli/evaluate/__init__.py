@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Config)
 FOLDER = Path("runs/evaluate-demo")
-# Turns for which an idle thread of OpenMP waits for work before it sleeps: some 50 microseconds, enough for the next
-# operation to come. libgomp's own 300,000 keep a second thread busy for most of a short command. It reads this when
-# torch is imported.
-SPINS = "20000"
 
 
 class SuiteName(StrEnum):  # typer takes no list of a Literal
@@ -388,8 +384,6 @@ def run_evaluators(
 
 def _on_devices(jobs: Sequence[_Job], do: Callable[["Mesh | None"], object]) -> None:
     """Calls `do` here with None, or with the mesh in each process of --devices or torchrun; only rank 0 prints."""
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
-        os.environ["GOMP_SPINCOUNT"] = SPINS
     import torch
 
     from linnet.cli.train import is_worker, start_workers
