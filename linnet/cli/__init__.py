@@ -230,6 +230,7 @@ def main() -> None:
     from linnet.install import name_conflict
     from linnet.trust import SAFE_PATH
 
+    command = typer.main.get_command(app)  # before the signals: a stop here has nothing to save, and no handler yet
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, Interrupt())
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:  # ranks may wait in C++
@@ -247,5 +248,5 @@ def main() -> None:
     if "LINNET_LAUNCH" in os.environ:
         from linnet.train.processes.launch import ended_by
 
-        sys.exit(ended_by(lambda: app(prog_name="linnet")))
-    sys.exit(app(prog_name="linnet"))
+        sys.exit(ended_by(lambda: command(prog_name="linnet")))
+    sys.exit(command(prog_name="linnet"))

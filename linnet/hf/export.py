@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import save_file
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -28,7 +27,7 @@ from linnet.hf.model import LinnetConfig, LinnetForCausalLM, to_transformers
 from linnet.hf.source import SAFE
 from linnet.models import CausalLM
 from linnet.runs import RunFolder
-from linnet.runs.files import check_empty, new_folder
+from linnet.runs.files import check_empty, new_folder, save_tensors
 from linnet.runs.model import Generation, load_checkpoint
 
 __getattr__ = partial(renamed, __name__)
@@ -157,7 +156,7 @@ def _write_shards(out: Path, plan: Plan, tensors: Mapping[str, torch.Tensor], si
     files = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [SAFE]
     for file, held in zip(files, shards, strict=True):
-        save_file({name: _joined(plan, sources[name], tensors) for name in held}, out / file, {"format": "pt"})
+        save_tensors(out / file, {name: _joined(plan, sources[name], tensors) for name in held}, {"format": "pt"})
     if len(shards) > 1:
         held_by = {name: file for file, held in zip(files, shards, strict=True) for name in held}
         index = {"metadata": {"total_size": total}, "weight_map": held_by}

@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from linnet.config import ConfigError, refuse, shown
 from linnet.inference.request import CONTEXT
 from linnet.models import ModelState
-from linnet.runs.files import is_full
+from linnet.runs.files import is_full, save_tensors
 
 _FORMAT = "1"
 
@@ -59,7 +58,7 @@ class Prefix:
         metadata = {"format": _FORMAT, "digest": self.digest, "tokens": str(self.tokens)}
         metadata["last"] = json.dumps(self.last)
         try:
-            save_file({name: x.contiguous().cpu() for name, x in named.items()}, path, metadata)
+            save_tensors(Path(path), {name: x.cpu() for name, x in named.items()}, metadata)
         except (OSError, SafetensorError) as error:
             fix = "the disk is full; free some space" if is_full(error) else f"{error}; name another file"
             raise ConfigError([f"{path}: cannot be written: {fix}"], "prefix") from None

@@ -18,7 +18,7 @@ from linnet.config import ConfigError, printable, unwritable
 from linnet.report import style, units
 from linnet.report.drawing import Figure
 from linnet.runs import RunFolder
-from linnet.runs.files import naming, write_atomic
+from linnet.runs.files import write_atomic
 
 CORRELATION = "correlate.html"  # the page of `linnet mad correlate`, beside the folder's own
 
@@ -73,9 +73,7 @@ def write_pictures(folder: Path, figure: Figure) -> None:
     ids: dict[str, int] = {}  # counted from 0 in each file; vega counts through the process
     svg = re.sub(r'(id="clip|url\(#clip)(\d+)', lambda clip: clip[1] + str(ids.setdefault(clip[2], len(ids))), svg)
     for suffix, content in (("svg", svg.encode()), ("png", vl_convert.svg_to_png(svg, scale=2))):
-        path = folder / f"{figure.name}.{suffix}"
-        with naming(path):
-            path.write_bytes(content)
+        write_atomic(folder / f"{figure.name}.{suffix}", content)
 
 
 def write_page(page: Path, html: str, figures: Iterable[Figure] = ()) -> None:

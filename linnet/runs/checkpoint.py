@@ -27,7 +27,7 @@ from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 
 from linnet.config import Config, ConfigError, load_json, parse
-from linnet.runs.files import is_full, sync_file, sync_folder, write_atomic
+from linnet.runs.files import is_full, remove_path, save_tensors, sync_file, sync_folder, write_atomic
 
 if TYPE_CHECKING:  # reading a run folder often needs no tensor, and importing torch takes seconds
     from torch import Tensor
@@ -274,7 +274,7 @@ def clean(folder: Path) -> None:
         for path in folder.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
         for path in folder.glob("step-*/.*.tmp"):
-            path.unlink(missing_ok=True)
+            remove_path(path)
 
 
 def set_aside_after(folder: Path, good: Path | None) -> list[Path]:
@@ -331,18 +331,9 @@ def add_whole(path: Path, group: str, tensors: Mapping[str, "Tensor"]) -> None:
     Raises:
         OSError, SafetensorError: it cannot be written; the checkpoint is as before.
     """
-    from safetensors.torch import save_file
-
-    temporary, file = path / f".{group}.safetensors.tmp", path / f"{group}.safetensors"
-    try:
-        save_file(dict(tensors), temporary)
-        sync_file(temporary)
-        total = {"sha256": sha256(temporary), "bytes": temporary.stat().st_size}
-        os.replace(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path)
+    file = path / f"{group}.safetensors"
+    save_tensors(file, tensors)
+    total = {"sha256": sha256(file), "bytes": file.stat().st_size}
     state = read_state(path)
     state["sha256"][file.name] = total
     write_atomic(path / "state.json", _state_text(state))
@@ -358,15 +349,12 @@ def keep_last(folder: Path, keep: int | None, best: int | None = None) -> None:
 
 def _write(temporary: Path, tensors: Tensors) -> dict[str, dict]:
     """Writes one file for each group and returns their sums."""
-    from safetensors.torch import save_file
-
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     sums = {}
     for group, named in tensors.items():
         file = temporary / f"{group}.safetensors"
-        save_file({name: tensor.detach().contiguous() for name, tensor in named.items()}, file)
-        sync_file(file)
+        save_tensors(file, named)
         sums[file.name] = {"sha256": sha256(file), "bytes": file.stat().st_size}
     return sums
 

@@ -31,7 +31,7 @@ import yaml
 from linnet import trust
 from linnet.config import ConfigError, digest, load_json, load_text, read_yaml
 from linnet.runs import checkpoint
-from linnet.runs.files import UNFINISHED, write_atomic
+from linnet.runs.files import UNFINISHED, remove_path, write_atomic
 from linnet.runs.record import ROWS_LOST, Record, last_rows, lost_rows, plain, read_rows, wrong_numbers
 from linnet.trust import with_copies
 
@@ -411,7 +411,7 @@ class RunFolder:
     def clean(self) -> None:
         """Removes half-written files of killed processes. Call it only under `lock`."""
         for path in self.path.glob(".*.tmp"):
-            path.unlink(missing_ok=True)
+            remove_path(path)
         checkpoint.clean(self.checkpoint_folder)
 
     def __repr__(self) -> str:

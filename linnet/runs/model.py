@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from linnet import trust
@@ -42,7 +42,7 @@ from linnet.models import KINDS, OBJECTIVE_KINDS, StackConfig, empty_of, kind_of
 from linnet.models.kinds import Kind
 from linnet.runs import checkpoint
 from linnet.runs.checkpoint import CheckpointError
-from linnet.runs.files import new_folder, write_atomic
+from linnet.runs.files import new_folder, save_tensors, write_atomic
 from linnet.runs.folder import RunFolder, keep_copies
 
 TOKENIZER, WEIGHTS, CONFIG, SUMS = "tokenizer.json", "model.safetensors", "config.yaml", "SHA256SUMS"
@@ -373,7 +373,7 @@ def write_model(
     if isinstance(tensors, Streamed):
         tensors.save(folder / WEIGHTS)
     else:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+        save_tensors(folder / WEIGHTS, tensors)
     if tokenizer is not None:
         tokenizer.save(folder / TOKENIZER)
     values: dict[str, Any] = {"model": config.model_dump(mode="json")}

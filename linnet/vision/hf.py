@@ -13,14 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors.torch import save_file
-
 from linnet.config import ConfigError, load_json, parse, refuse
 from linnet.hf.export import PREPROCESSOR, joined
 from linnet.hf.layouts.base import BLOCK, LARGEST, Part, Plan, Settings, stack
 from linnet.models import StackConfig
 from linnet.runs import load_model
-from linnet.runs.files import check_empty, new_folder
+from linnet.runs.files import check_empty, new_folder, save_tensors
 from linnet.runs.folder import CLASSES
 from linnet.vision.config import VisionConfig
 
@@ -315,7 +313,7 @@ def export_vit(
         plan, files = read_timm(Settings(values)), {}
     files["config.json"] = values
     with new_folder(out, "export") as folder:
-        save_file(joined(plan, model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(folder / "model.safetensors", joined(plan, model.state_dict()), {"format": "pt"})
         for name, content in files.items():
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return out

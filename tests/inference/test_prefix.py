@@ -110,7 +110,7 @@ def test_a_full_disk_says_so_when_a_prefix_is_saved(tmp_path, monkeypatch):
     def full(*_):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("linnet.inference.prefix.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(ConfigError, match="p.safetensors: .*the disk is full; free"):
         make().prefix("abc").save(tmp_path / "p.safetensors")
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from glob import escape as escape_glob
 from pathlib import Path
 from typing import Annotated
 
@@ -285,8 +284,6 @@ def tokenizer(
     with Bar(Console(stderr=True)) as bar:
         learned = learn_tokenizer(folders, vocab, cjk, train_bytes=train_bytes, text_key=text_key, progress=bar)
     out.parent.mkdir(parents=True, exist_ok=True)
-    for half in out.parent.glob(f".{escape_glob(out.name)}.*.tmp"):  # what a killed command was writing
-        half.unlink(missing_ok=True)
     write_atomic(out, learned.tokenizer.to_json())
     values = {
         "path": str(out),

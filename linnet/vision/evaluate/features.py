@@ -8,7 +8,6 @@ of a PyPI package, or Inception through torch-fidelity.
 import contextlib
 import functools
 import importlib.util
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,6 +27,7 @@ from linnet.data.labelled import HeldOut
 from linnet.inference.prefix import weights_digest as digest_of_weights
 from linnet.runs import RunFolder
 from linnet.runs.checkpoint import sha256
+from linnet.runs.files import save_tensors
 from linnet.runs.model import load_model, read_config
 from linnet.vision.evaluate import read_classes
 
@@ -540,13 +540,8 @@ def _read(path: Path, count: int) -> Real | None:
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     """Keeps features for the next evaluation. This one goes on without, since it has them."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial)
-        partial.replace(path)
+        save_tensors(path, tensors)
     except (OSError, SafetensorError) as error:
         warnings.warn(f"{path.parent}: features of real images are not kept ({error}); free some space", stacklevel=2)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
