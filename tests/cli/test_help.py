@@ -153,6 +153,22 @@ def test_an_interrupt_before_the_commands_are_imported_has_no_traceback(tmp_path
     assert ended.returncode == -signal.SIGINT and ended.stderr == b""
 
 
+def test_ctrl_c_while_commands_are_built_ends_the_process_without_a_traceback():
+    path = str(Path(linnet.__file__).parents[1])
+    program = """
+import signal, sys, typer.main
+def build(*_, **__):
+    signal.raise_signal(signal.SIGINT)
+typer.main.get_command = typer.main.get_group = build
+sys.argv = ["linnet", "--version"]
+from linnet.__main__ import main
+main()
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60)
+    assert ended.returncode == -signal.SIGINT and ended.stderr == b""
+
+
 def test_sigterm_lets_a_command_clean_up():
     """So a study asks its workers to save, and temporary folders are removed."""
     program = """
@@ -163,7 +179,7 @@ def wait(**_):
         time.sleep(60)
     finally:
         print("cleaned up", flush=True)
-linnet.cli.app = wait
+linnet.cli.typer.main.get_command = lambda app: wait
 linnet.cli.main()
 """
     child = Child(program)
