@@ -135,10 +135,12 @@ def remember(plugins: Iterable[str], includes: Iterable[str] = ()) -> None:
     try:
         file = trusted_list()
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a", encoding="utf-8") as out:  # one write per line: several processes may append at once
+        with open(file, "ab+", buffering=0) as out:  # one write per line: several processes may append at once
+            out.seek(max(0, out.tell() - 1))
+            start = "" if out.read() in (b"", b"\n") else "\n"  # a full disk may have cut off the last line
             for sha256, path in missing.items():
-                out.write(f"{sha256}  {_written(path)}\n")
-                out.flush()
+                out.write(f"{start}{sha256}  {_written(path)}\n".encode())
+                start = ""
     except OSError as error:
         message = f"the list of trusted plugins cannot be written ({error}), so loading this run needs --allow-plugins"
         warnings.warn(message, stacklevel=2)

@@ -312,6 +312,15 @@ def test_functions_of_an_evaluation_are_code_too(stranger):
         trust.check_training(values, "config.yaml")
 
 
+def test_a_line_that_a_full_disk_cut_off_does_not_spoil_the_next(stranger, monkeypatch, tmp_path):
+    monkeypatch.setenv(trust.FOLDER, str(tmp_path / "config"))
+    trust.trusted_list().parent.mkdir(parents=True, exist_ok=True)
+    Path("mine.py").write_text("mine = 1")
+    trust.trusted_list().write_bytes(b"0123  " + "\u00e9".encode()[:1])
+    trust.remember(["mine.py:Mine"])
+    trust.check_plugins({"plugins": ["mine.py:Mine"]}, "config.yaml")
+
+
 def test_a_list_that_cannot_be_written_does_not_stop_a_training(stranger, monkeypatch):
     Path("file").write_text("")
     monkeypatch.setenv(trust.FOLDER, str(Path("file").absolute()))
