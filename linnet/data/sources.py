@@ -13,7 +13,6 @@ import json
 import os
 import sysconfig
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pydantic import field_validator
 import linnet
 from linnet.config import Config, load_json, shown
 from linnet.data import hub, wikitext
+from linnet.data.parts import write_json
 from linnet.data.records import BadFile, SourceFile, fingerprint, kind_of, unreadable
 
 STDLIB = "stdlib"
@@ -159,12 +159,12 @@ def _known(cache: Path | None) -> dict:
 
 
 def _remember(cache: Path | None, known: dict, fresh: dict) -> None:
+    """Stores fingerprints for the next call, unless the cache cannot be written: it may belong to somebody else."""
     if not fresh or cache is None:
         return
-    cache.mkdir(parents=True, exist_ok=True)
-    temporary = cache / f".{uuid.uuid4().hex}.tmp"
-    temporary.write_text(json.dumps({**known, **fresh}), encoding="utf-8")
-    os.replace(temporary, cache / FINGERPRINTS)
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        write_json(cache / FINGERPRINTS, {**known, **fresh})
 
 
 def stdlib_folder() -> Path:

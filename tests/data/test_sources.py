@@ -231,6 +231,15 @@ def test_fingerprints_of_large_files_are_remembered_until_they_change(tmp_path, 
     assert fingerprints(files, cache) == ["read again"]
 
 
+def test_fingerprints_need_no_cache_that_may_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGE", 1)
+    monkeypatch.setattr(sources, "SETTLED", -1)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "cache").write_text("a file in the place of the folder")
+    files = find_files(str(tmp_path / "a.txt"), "source", [], [])
+    assert fingerprints(files, tmp_path / "cache") == [sources.fingerprint(tmp_path / "a.txt")]
+
+
 def test_fingerprints_of_small_files_are_remembered_by_the_process_until_they_change(tmp_path, monkeypatch):
     path = tmp_path / "text.txt"
     path.write_text("first")

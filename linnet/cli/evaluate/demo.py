@@ -139,6 +139,7 @@ def read_plan(path: Path | None = None) -> dict:
 def _write(folder: Path, plan: dict) -> None:
     """Writes the lessons, the held-out documents, and a task of the harness made of such documents."""
     from linnet.evaluate.retrieval.needle import lessons, write_lessons
+    from linnet.runs.files import write_atomic
 
     folder.mkdir(parents=True, exist_ok=True)
     for number, stage in enumerate(plan["stages"]):
@@ -146,13 +147,13 @@ def _write(folder: Path, plan: dict) -> None:
     write_lessons(folder / "held-out.jsonl", **plan["held_out"], seed=len(plan["stages"]))
     task = folder / "task"
     task.mkdir(exist_ok=True)
-    (task / "numbers.yaml").write_text(plan["task"], encoding="utf-8")
+    write_atomic(task / "numbers.yaml", plan["task"])
     rows = []
     for text in lessons(**plan["questions"], seed=1 + len(plan["stages"])):
         question, _, answer = text.removesuffix(".").rpartition(" ")
         wrong = [str(10 + (int(answer) - 10 + step) % 90) for step in (17, 41, 66)]
         rows.append(json.dumps({"question": question, "choices": [answer, *wrong], "answer": 0}))
-    (task / "numbers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    write_atomic(task / "numbers.jsonl", "\n".join(rows) + "\n")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from linnet.config import ConfigError, digest
+from linnet.data.parts import whole_file
 from linnet.data.tokenizer.config import END_OF_DOCUMENT
 from linnet.data.tokenizer.file import (
     BYTE_TOKEN,
@@ -100,7 +101,8 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         """Writes a file that `load_tokenizer` reads: a tokenizer.json, or a short note for the byte tokenizer."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        with whole_file(Path(path)) as file:
+            file.write(self.to_json().encode())
 
     @functools.cached_property
     def digest(self) -> str:
