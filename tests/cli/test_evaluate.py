@@ -1,5 +1,6 @@
 """`linnet evaluate`: scores texts with a saved model, keeps the result, and says what is wrong."""
 
+import errno
 import json
 import os
 import shutil
@@ -337,6 +338,19 @@ def test_a_folder_that_cannot_be_written_to_is_noted_before_the_numbers(folder, 
     result = call("text", tmp_path / "tnl", folder / "a.txt")
     assert result.exit_code == 0 and result.output.startswith("note ") and "evaluations" in result.output
     assert "not saved in " in result.output  # also after the numbers, since the folder may become read-only meanwhile
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_numbers_of_a_full_disk_are_printed_and_the_command_fails(folder, tmp_path, monkeypatch, options):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    shutil.copytree(folder / "tnl", tmp_path / "tnl", ignore=shutil.ignore_patterns("evaluations"))
+    monkeypatch.setattr(os, "fsync", full)
+    result = call("text", tmp_path / "tnl", folder / "a.txt", *options)
+    assert result.exit_code == 2 and "perplexity" in result.output
+    assert f"{tmp_path / 'tnl'}: " in result.output and "disk is full; free" in result.output
+    assert not list((tmp_path / "tnl" / "evaluations").iterdir())
 
 
 def test_texts_with_windows_line_ends_and_training_data_are_noted(folder, tmp_path):

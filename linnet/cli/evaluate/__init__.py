@@ -444,17 +444,18 @@ def _execute(job: _Job, ranks: "Mesh | None", echo: bool = True) -> dict[str, di
     ):
         session = prepare(job.run, job.evaluators, device, dtype, problems, allow_plugins=plugins, best=job.best)
     _warn(session, job)
-    records = {}
+    records, unsaved = {}, []
     for evaluator in job.evaluators:
         with checking("evaluate", job.rename):
             record = evaluator.run(session, no_progress if job.running.as_json else bar)
         if ranks is None or ranks.main:
-            _keep(session, record)  # before it is printed, since a closed pipe ends the command
+            unsaved += _keep(session, record)  # before it is printed, since a closed pipe ends the command
         if not job.running.as_json:
             show(record, session.path)
         records[record.kind] = record.to_dict()
     if job.running.as_json and echo:
         echo_json(records)
+    refuse(unsaved, "evaluate")
     return records
 
 
@@ -517,13 +518,19 @@ def _warn(session: "Session", job: _Job) -> None:
         errors.print(f"[bold yellow]note[/] {escape(note)}")
 
 
-def _keep(session: "Session", record: Any) -> None:
-    """Saves the record; if the folder cannot be written, prints a message and continues."""
+def _keep(session: "Session", record: Any) -> list[str]:
+    """Saves the record. If the folder cannot be written, prints a message; if the disk is full, returns the problem."""
+    from linnet.runs.files import is_full
+
     try:
         record.save(session.path)
     except OSError as error:
+        if is_full(error):
+            fix = "free some space and run the same command again"
+            return [f"{session.path}: the results of {record.kind} are not saved, the disk is full; {fix}"]
         message = f"[bold yellow]not saved[/] in {escape(str(session.path))}: {error.strerror}"
         Console(stderr=True).print(message, highlight=False)
+    return []
 
 
 def _parsed(cls: type[C], values: dict[str, Any], problems: list[str]) -> list[C]:
