@@ -186,8 +186,8 @@ def remove(path: Path) -> None:
     """
     refuse(refusals(path), "runs")
     with RunFolder(path).lock():
-        last = ("config.yaml", ".lock")
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name in last)
+        last = ("", ".lock", "config.yaml")
+        entries = sorted(os.scandir(path), key=lambda entry: last.index(entry.name) if entry.name in last else 0)
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)

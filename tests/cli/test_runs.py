@@ -147,6 +147,25 @@ def test_remove_asks_and_follows_no_link(place):
     assert not Path("runs/b").exists()
 
 
+@pytest.mark.parametrize("removed", range(4))
+def test_a_removal_that_is_stopped_at_any_file_goes_on(place, monkeypatch, removed):
+    unlink, done = os.unlink, []
+
+    def stop(path):
+        if len(done) == removed:
+            raise KeyboardInterrupt
+        done.append(unlink(path))
+
+    with RunFolder("runs/a").lock():
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", stop)
+        call("remove", "runs/a", "--yes", code=130)
+    assert len(done) == removed and Path("runs/a").exists()
+    call("remove", "runs/a", "--yes")
+    assert not Path("runs/a").exists()
+
+
 def test_remove_refuses_what_is_no_run_or_in_use(place, monkeypatch):
     Path("link").symlink_to("runs/a")
     Path("other").mkdir()
