@@ -185,7 +185,7 @@ def _unfinished(path: Path) -> Path:
     remove_path(mine)  # of a killed process; a link would lead the bytes elsewhere
     if fcntl is not None:
         for half in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, OverflowError):  # the name may be anything
                 _remove_abandoned(half, int(half.name[len(path.name) + 2 : -4]))
     return mine
 

@@ -195,9 +195,8 @@ linnet.cli.main()
     + [("train", {"OMP_WAIT_POLICY": "active"}, "None")],
 )
 def test_threads_that_wait_sleep_soon(verb, variables, turns):
-    program = (
-        "import os, linnet.cli\nlinnet.cli.app = lambda **_: print(os.environ.get('GOMP_SPINCOUNT'))\nlinnet.cli.main()"
-    )
+    program = "import os, linnet.cli\nshow = lambda **_: print(os.environ.get('GOMP_SPINCOUNT'))\n"
+    program += "linnet.cli.typer.main.get_command = lambda app: show\nlinnet.cli.main()"
     environment = {
         name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     }

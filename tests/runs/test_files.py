@@ -145,11 +145,11 @@ def test_what_killed_processes_were_writing_is_removed(tmp_path, write):
     (tmp_path / f".a[1].{ended()}.tmp").write_text("half")
     (folder := tmp_path / f".a[1].{ended()}.tmp").mkdir()
     (folder / ".tmpAbCdEf").write_text("half")
-    alive, other = tmp_path / f".a[1].{os.getppid()}.tmp", tmp_path / f".b.{ended()}.tmp"
-    alive.write_text("half")
-    other.write_text("half")
+    others = [f".a[1].{os.getppid()}.tmp", f".b.{ended()}.tmp", f".a[1].{'9' * 30}.tmp", ".a[1].copy.tmp"]
+    for name in others:
+        (tmp_path / name).write_text("half")
     write(tmp_path / "a[1]", "text")
-    assert sorted(os.listdir(tmp_path)) == sorted([alive.name, other.name, "a[1]"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "a[1]"])
 
 
 @pytest.mark.parametrize("write", SAVERS)
