@@ -233,7 +233,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a write to an open file fails without its name
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # a write fails without a name
             error.filename = str(path)
         raise
     if os.name != "nt":

@@ -116,12 +116,15 @@ def new_folder(folder: Path, where: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Gives an OSError without a file the path that is written: a write to an open file fails without its name."""
+def naming(path: str | Path, temporary: Path | None = None) -> Iterator[None]:
+    """Gives an OSError without a file, or of the temporary one, the path that is written.
+
+    A write to an open file fails without its name.
+    """
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
 
@@ -130,12 +133,13 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes text (as UTF-8) or bytes so that a reader sees the old file or the new one, even if the machine stops."""
     temporary = _unfinished(path)
     try:
-        with naming(path), open(temporary, "xb") as file:
-            _lock(file.fileno())
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming(path, temporary):
+            with open(temporary, "xb") as file:
+                _lock(file.fileno())
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -156,7 +160,8 @@ def save_tensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: dict[str
     temporary = _unfinished(path)
     lock = None
     try:
-        temporary.mkdir()
+        with naming(path, temporary):
+            temporary.mkdir()
         if fcntl is not None:
             _lock(lock := os.open(temporary, os.O_RDONLY))
         file = temporary / path.name

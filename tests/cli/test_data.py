@@ -26,6 +26,13 @@ def call(tmp_path):
     return run
 
 
+def test_letters_are_not_drawn_for_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("linnet.data.dna.make_chain", lambda *_: pytest.fail("the chain was made first"))
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["data", "dna", "--out", str(tmp_path / "file" / "a.fa")])
+    assert result.exit_code == 2 and "--out" in result.output and "name another place" in result.output
+
+
 def test_conversations_are_shown_with_their_targets_marked(tmp_path, monkeypatch):
     def show(*arguments: str):
         return CliRunner().invoke(app, ["data", "chat", *arguments])

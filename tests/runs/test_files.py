@@ -204,3 +204,10 @@ def test_an_error_while_writing_names_the_file(tmp_path, write, monkeypatch):
     with pytest.raises(OSError) as error:
         write(tmp_path / "a.json", "{}")
     assert error.value.filename == str(tmp_path / "a.json") and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_error_before_writing_names_the_file_too(tmp_path, write):
+    with pytest.raises(FileNotFoundError) as error:
+        write(tmp_path / "none" / "a.json", "{}")
+    assert error.value.filename == str(tmp_path / "none" / "a.json")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.companions import Offer
-from linnet.config import ConfigError, Problem, checking, gather, parse
+from linnet.config import ConfigError, Problem, checking, gather, parse, unwritable
 from linnet.options import AsJson, Bar, by_option, echo_json, make_table, options, values_of
 
 SAMPLE = 200  # tokens shown
@@ -74,6 +74,8 @@ def write_dna(
     if not out.name.lower().endswith((".fa", ".fasta", ".fna")):
         fix = "end it in .fa, so that training reads its records"
         raise ConfigError([f"--out: {str(out)!r} does not name a FASTA file; {fix}"], "linnet data dna")
+    if reason := unwritable(out.parent):
+        raise ConfigError([f"--out {out}: its folder {reason}; name another place"], "linnet data dna")
     chain = make_chain(order, seed, sharpness)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, as_fasta(chain, letters, seed))
