@@ -690,10 +690,16 @@ def _explained(cls: type[BaseModel], problem: dict) -> str:
         places = [getattr(c, "ELSEWHERE", {}) for c in classes]
         fix = next((hints[last] for hints in places if last in hints), None)
         paths = [] if fix else sorted(dict.fromkeys(_paths(cls, str(last))), key=lambda path: path.count("."))
-        if paths := paths[:MOST_PATHS]:
-            top = " at the top level" if "." not in paths[0] else ""
-            fix = f"did you mean {' or '.join(map(repr, paths))}{top if len(paths) == 1 else ''}?"
-        fix = fix or nearest(str(last), {name for c in classes for name in c.model_fields})
+        here = [str(part) for part in parents]
+        near = [path for path in paths if _is_near(path.split(".")[:-1], here)][:MOST_PATHS]
+        if near:
+            top = " at the top level" if "." not in near[0] else ""
+            fix = f"did you mean {' or '.join(map(repr, near))}{top if len(near) == 1 else ''}?"
+        if fix is None:
+            fix = nearest(str(last), {name for c in classes for name in c.model_fields})
+            if beside := " and ".join(map(repr, paths[:MOST_PATHS])):  # may be of something else: a window of losses
+                are = "are keys of other sections" if len(paths) > 1 else "is a key of another section"
+                fix = f"{beside} {are}; {fix}"
         return f"{key}: unknown key (value {text}); {fix}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
@@ -714,6 +720,12 @@ def _explained(cls: type[BaseModel], problem: dict) -> str:
     if isinstance(cause, ConfigError):  # from a part that is parsed by itself
         message = "; ".join(cause.problems)
     return at + message + ("" if problem["type"] == "value_error" else f" (given {text})")
+
+
+def _is_near(section: list[str], here: list[str]) -> bool:
+    """Returns whether a section is above or below another one, and not beside it."""
+    shorter = min(len(section), len(here))
+    return section[:shorter] == here[:shorter]
 
 
 def _models_at(cls: type[BaseModel], path: typing.Iterable) -> set[type[BaseModel]]:

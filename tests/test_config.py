@@ -343,6 +343,22 @@ def test_a_key_at_another_level_comes_with_its_path():
         assert problem.startswith(f"{key}: ") and problem.endswith(f"did you mean {told}")
 
 
+@pytest.mark.parametrize(
+    "values, elsewhere, not_asked",
+    [
+        ({"data": {"source": "stdlib", "window": 3}}, "'guard.window' is a key of another section", "did you mean"),
+        ({"guard": {"eps": 3}}, "'optimizer.eps' is a key of another section", "did you mean"),
+        ({"guard": {"seed": 3}}, "did you mean 'seed' at the top level?", "data.seed"),
+        ({"lr": 3}, "`optimizer.learning_rate`", "known:"),
+    ],
+)
+def test_a_key_of_a_section_beside_is_not_taken_for_the_one_that_was_meant(values, elsewhere, not_asked):
+    with pytest.raises(ConfigError) as caught:
+        parse(TrainConfig, {"model": {"d_model": 32, "layout": "tnl+sglu"}, **values})
+    (line,) = caught.value.problems
+    assert elsewhere in line and not_asked not in line
+
+
 def test_a_folder_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
     assert unwritable(tmp_path / "a" / "b") is None and not list(tmp_path.iterdir())
     (tmp_path / "file").touch()

@@ -123,6 +123,7 @@ class TrainingConfig(Config):
     """
 
     ELSEWHERE: ClassVar = {old: f"write it as `run.{new}`" for old, new in MOVED.items()}
+    ELSEWHERE |= {"lr": "write it as `optimizer.learning_rate`"}
     ROW: ClassVar = "images"  # what one row of a batch is, in messages
 
     objective: str = Field(description="the training objective")
