@@ -17,6 +17,12 @@ CROSS = "M-1,-1L1,1M-1,1L1,-1"  # an x of two strokes: it has no inside that a d
 OPTIMUM_FIELDS = ("architecture", "at C", "optimum", "located", "lowest run")
 
 
+_TOLD_APART = (
+    "Two architectures are told apart by the interval of their difference, for all pairs together, and not by whether "
+    "their bands overlap: overlapping bands may be told apart, and separate ones may not."
+)
+
+
 def draw(study: Study) -> list[Figure]:
     """All figures that the records allow, in the order of the page."""
     makers = (laws, run_figures.training_curves, isoflop_curves, optima, run_figures.state_size, run_figures.cost)
@@ -47,6 +53,7 @@ def laws(study: Study) -> Figure | None:
         f"to {EXTRAPOLATION:g} times). Hollow points are budgets "
         "whose optimum is not between the sizes that were trained: the lowest loss seen, not an optimum."
     )
+    caption += f" {_TOLD_APART}" * (len({row["architecture"] for row in bands}) > 1)
     if refused:
         caption += f" No law is drawn for {units.listed(refused)}; the table says why."
     return canvas.figure("loss-against-compute", "Loss against compute", caption, drawn)
@@ -134,7 +141,9 @@ def optima(study: Study) -> Figure | None:
         "How a compute-optimal run divides its compute: model size (first panel) and training tokens (second panel) "
         "of the lowest loss, against the budget. "
     )
-    caption += "Bands and bars are 95 % bootstrap intervals. " * marked + "Dashes lie beyond the data. " * ruled
+    caption += (
+        f"Bands and bars are 95 % bootstrap intervals. {_TOLD_APART} " * marked + "Dashes lie beyond the data. " * ruled
+    )
     caption += "Hollow points are lowest losses at the edge of the sizes and do not count. "
     caption += (
         "The laws follow from the surface L(N, D) fitted to all runs, the points from a parabola in each budget."
