@@ -727,6 +727,8 @@ def _ask(call: Callable[[], Any], cls: type[Mixer], what: str) -> Any:
         fix = f"fix {'this line' if line else 'the class'}"
         if isinstance(error, KeyError) and "state[" in line:
             fix += ", or let state_spec and each returned state have this tensor"
+        if "meta tensor" in str(error):
+            fix += ": FLOPs are counted with tensors without values (device meta), so compute numbers without torch"
         raise ConfigError([f"{problem}; {fix}"], "plugins") from error
 
 

@@ -272,6 +272,12 @@ def test_a_line_is_named_whatever_the_form_of_the_path(outside, monkeypatch, tmp
         check_mixer("../lonely.py:Outside", {}, 16)
 
 
+def test_a_number_from_a_tensor_without_values_comes_with_the_reason(outside):
+    changed = outside([("super().__init__()", "super().__init__()\n        self.rate = float(torch.ones(()))", "")])
+    with pytest.raises(ConfigError, match=r"__init__.* raised RuntimeError in line .*without torch"):
+        check_mixer(changed, {}, 16)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told_in_a_line_with_the_file_and_the_fix(outside, mistake):
     spec = outside(MISTAKES[mistake])
