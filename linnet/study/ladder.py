@@ -163,7 +163,8 @@ class Plan:
             ordered = sorted(groups.items(), key=lambda group: (places[group[0][0]], group[0][1]))
             small = [f"{name} {budget:.3g}" for (name, budget), sizes in ordered if len(sizes) < 4]
             if small and any(len(sizes) > 1 for sizes in groups.values()):  # else it compares models and asks no law
-                lines.append(f"fewer than 4 sizes, too few to find an optimum, at: {', '.join(small)}")
+                some = f"fewer than 4 sizes, too few to find an optimum, at: {first_names(small, 4)}"
+                lines.append(f"{some}; give more `sizes`, or a wider tokens_per_param")
         return lines
 
 
@@ -379,9 +380,9 @@ def _reason(config: StudyConfig, values: dict[str, Any]) -> str:
     """Returns why a point of the grid is dropped, or ""."""
     bounds, ratio = config.tokens_per_param, values["tokens"] / values["params_non_embedding"]
     if values["steps"] < config.minimum_steps:
-        return f"fewer than {config.minimum_steps} steps"
+        return f"fewer steps than minimum_steps: {config.minimum_steps}"
     if not bounds.low <= ratio <= bounds.high:
-        return f"{find_units(config)} per parameter outside [{bounds.low:g}, {bounds.high:g}]"
+        return f"{find_units(config)} per parameter outside tokens_per_param: [{bounds.low:g}, {bounds.high:g}]"
     return ""
 
 

@@ -101,7 +101,7 @@ def test_only_a_ladder_of_sizes_is_told_that_it_has_too_few():
 def test_budgets_with_too_few_sizes_are_named_in_the_order_of_the_study():
     (note,) = plan_of(architectures=["tnl", "llama"]).notes()
     names = [(name, budget) for name in ("tnl", "llama") for budget in VALUES["budgets"]]
-    assert note.endswith(f"at: {', '.join(f'{name} {float(budget):.3g}' for name, budget in names)}")
+    assert f"at: {', '.join(f'{name} {float(budget):.3g}' for name, budget in names)}; give more `sizes`" in note
 
 
 def test_runs_that_end_inside_their_warm_up_are_noted():
@@ -134,7 +134,7 @@ def test_points_outside_the_bounds_are_dropped_and_named():
     assert len(bounded.dropped) == 1
     assert any(note.startswith("1 point dropped (tokens per") for note in bounded.notes())
     assert not any("no run of" in note for note in bounded.notes())
-    assert any("tokens per parameter outside" in note for note in bounded.notes())
+    assert any("tokens per parameter outside tokens_per_param: [" in note for note in bounded.notes())
     steps = sorted(run.steps for run in everything.runs)
     few = plan_of(minimum_steps=steps[3])
     assert {run.run for run in few.runs} == {run.run for run in everything.runs if run.steps >= steps[3]}

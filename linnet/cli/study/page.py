@@ -1,19 +1,22 @@
 """Prints the plan of a study before it starts, and its laws when it is done."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from linnet.config import count_of, grouped
 from linnet.options import WIDE, duration, make_table
-from linnet.study.ladder import Plan, find_units
+from linnet.study.ladder import Plan, PlannedRun, find_units
 from linnet.study.progress import count
 from linnet.study.sensitivity import FACTORS, FIX, UNKNOWN, Sensitivities, doubts, sentences, shown_loss, shown_value
 from linnet.study.timing import wall_seconds
 
 if TYPE_CHECKING:
     from linnet.laws.fit import StudyFit
+
+LONG = 120.0  # seconds of all workers from which a plan says what takes them
+MOST = 0.6  # share of the time from which one architecture is named
 
 
 def print_plan(
@@ -61,8 +64,25 @@ def print_plan(
     else:
         total += "; too large to time here (set executor.throughput, FLOP/s of a worker, for an estimate)"
     console.print(total, highlight=False, soft_wrap=True)
-    for note in plan.notes() if not tuned else ():
+    notes = [] if tuned else plan.notes()
+    for note in notes + costly(plan, seconds or {}, missing):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def costly(plan: Plan, seconds: Mapping[str, float], missing: Sequence[PlannedRun]) -> list[str]:
+    """Returns a line about an architecture that takes most of the time of a long plan, with the keys that lower it."""
+    times: dict[str, float] = {}
+    for run in missing:
+        times[run.architecture] = times.get(run.architecture, 0.0) + seconds.get(run.run, 0.0)
+    total = sum(times.values())
+    if len(times) < 2 or total < LONG or max(times.values()) < MOST * total:
+        return []
+    name = max(times, key=lambda name: times[name])
+    key = "tokens" if plan.config.tokens else "budgets"
+    return [
+        f"{name} takes {times[name] / total:.0%} of the time; smaller or fewer `{key}`, or fewer `sizes` of {name}, "
+        "make the study shorter"
+    ]
 
 
 def _print_rate_runs(plan: Plan, seconds: dict[str, float] | None, console: Console) -> None:
