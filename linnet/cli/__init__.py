@@ -42,7 +42,8 @@ from linnet.signals import Interrupt, Terminated
 ANEW = "the same command starts again from the beginning"
 GOING_ON = "run the same command again to resume from what is saved"
 STOPPED = dict.fromkeys(("demo", "train", "study", *companions()), GOING_ON) | {
-    "evaluate": f"printed results are saved, and the demo resumes; otherwise {ANEW}"
+    "evaluate": f"results that were printed are saved; {ANEW}",
+    "evaluate demo": GOING_ON,
 }
 UNSAVED = {"--plan", "--coordinate-check"}  # options with which a command that resumes saves nothing
 
@@ -136,7 +137,7 @@ class _Group(typer.core.TyperGroup):
             raise typer.Exit(2) from None
         except (KeyboardInterrupt, Terminated) as stop:
             if "LINNET_LAUNCH" not in os.environ:  # else the process that started this one prints it
-                hint = STOPPED.get(ctx.invoked_subcommand, ANEW)
+                hint = STOPPED.get(ctx.meta.get("verb"), STOPPED.get(ctx.invoked_subcommand, ANEW))
                 hint = ANEW if hint == GOING_ON and "unsaved" in ctx.meta else hint
                 console.print(f"[bold yellow]stopped[/]; {hint}")
             raise typer.Exit(getattr(stop, "code", 130)) from None
@@ -145,6 +146,7 @@ class _Group(typer.core.TyperGroup):
         for flag, value in zip(args, [*args[1:], None], strict=True):
             if (flag, value) == ("--out", "") or flag == "--out=":  # an empty path would be the current folder
                 raise ConfigError(["--out '': is empty; name a folder, or '.' for the current one"], "command line")
+        ctx.meta["verb"] = " ".join(args[:2])  # such as "evaluate demo"
         if not UNSAVED.isdisjoint(args):
             ctx.meta["unsaved"] = True
         return super().resolve_command(ctx, args)

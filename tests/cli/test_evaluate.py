@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,9 @@ def test_a_signal_says_what_is_kept(signal, code, folder, monkeypatch):
     monkeypatch.setattr("linnet.evaluate.texts.score_text", stop)
     result = call("text", folder / "tnl", folder / "a.txt")
     assert result.exit_code == code and "stopped" in result.output
+    assert "demo" not in result.output and "starts again" in result.output
+    monkeypatch.setattr(import_module("linnet.cli.evaluate.demo"), "run_demo", stop)
+    assert "to resume" in call("demo").output
 
 
 @pytest.mark.parametrize(
