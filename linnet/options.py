@@ -29,6 +29,7 @@ import json
 import math
 import operator
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -272,21 +273,40 @@ def make_table(*columns: str, rows: Iterable[Iterable[str]] = (), no_wrap: bool 
 def working(text: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
     """Shows on stderr what a command works on; yields a function that shows how far it is, such as "model 3 of 40".
 
-    Without a terminal it is a line, at most one every `QUIET` seconds.
+    Without a terminal it is a line, at most one every `QUIET` seconds. A thread prints it, so a single long computation
+    is announced too.
     """
     console = console or Console(stderr=True)
-    printed = time.monotonic()
-    with console.status(escape(text)) as status:
+    if console.is_terminal:
+        with console.status(escape(text)) as status:
+            yield lambda place: status.update(escape(f"{text}: {place}"))
+        return
+    line, printed, at = text, "", time.monotonic()
+    ended, lock = threading.Event(), threading.Lock()
 
-        def show(place: str) -> None:
-            nonlocal printed
-            if console.is_terminal:
-                status.update(escape(f"{text}: {place}"))
-            elif time.monotonic() - printed >= QUIET:
-                printed = time.monotonic()
-                console.print(f"{text}: {place}", highlight=False, markup=False, soft_wrap=True)
+    def announce() -> None:
+        nonlocal printed, at
+        with lock:
+            if line != printed and time.monotonic() - at >= QUIET:
+                printed, at = line, time.monotonic()
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    def show(place: str) -> None:
+        nonlocal line
+        line = f"{text}: {place}"
+        announce()
+
+    def watch() -> None:
+        while not ended.wait(max(QUIET / 5, 0.1)):
+            announce()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
         yield show
+    finally:
+        ended.set()
+        thread.join()
 
 
 def duration(seconds: float | None) -> str:

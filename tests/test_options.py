@@ -3,6 +3,7 @@
 import inspect
 import io
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app as linnet_app
 from linnet.config import Config, ConfigError, entries, printable
-from linnet.options import STEADY, AsJson, Count, Steps, by_option, options, parse_options, values_of
+from linnet.options import STEADY, AsJson, Count, Steps, by_option, options, parse_options, values_of, working
 
 CALLS = []
 
@@ -234,3 +235,25 @@ def test_a_bar_prints_a_line_now_and_then_where_there_is_no_terminal(monkeypatch
     clock[0] = 10.0 + STEADY * 2
     bar.update(task, completed=4)
     assert console.file.getvalue().endswith(text.replace("10 s", "1 min 10 s"))
+
+
+def test_one_long_computation_is_announced_without_a_terminal(monkeypatch):
+    """The check of a mixer, or the count of a slow one, calls nothing for a minute."""
+    file = io.StringIO()
+    with working("reading", Console(file=file)):
+        pass
+    assert file.getvalue() == ""  # soon done
+    monkeypatch.setattr("linnet.options.QUIET", 0.01)
+    with working("counting", Console(file=file)) as show:
+        wait_for(lambda: "counting\n" in file.getvalue())
+        show("model 2 of 3")
+        wait_for(lambda: "counting: model 2 of 3\n" in file.getvalue())
+        time.sleep(0.3)
+    assert file.getvalue() == "counting\ncounting: model 2 of 3\n"
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -7,7 +7,7 @@ import typer
 
 from linnet.companions import Offer
 from linnet.config import printable
-from linnet.options import AllowPlugins, options
+from linnet.options import AllowPlugins, options, working
 
 Own = Literal["hf", "llama", "vit", "timm", "linnet", "qwen2", "qwen3"]
 Hybrid = Literal["bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_next"]
@@ -101,13 +101,15 @@ def convert(
         raise ConfigError([str(error)], "convert") from None
     if ours:
         sized = {"allow_plugins": allow_plugins, "shard_size": shard_size or "5GB"}
-        if target in writers:
-            typer.echo(writers[target](path, out, allow_plugins=allow_plugins))
-        else:
-            typer.echo(hf.export(path, out, **sized) if target == "hf" else hf.export_as(target, path, out, **sized))
+        with working("writing the folder"):
+            if target in writers:
+                written = writers[target](path, out, allow_plugins=allow_plugins)
+            else:
+                written = hf.export(path, out, **sized) if target == "hf" else hf.export_as(target, path, out, **sized)
+        typer.echo(written)
         return
     console = Console(stderr=True, soft_wrap=True)
-    with console.status("reading the weights"):
+    with working("reading the weights", console):
         converted = hf.convert(path, out, allow_pickle, mixer or [])
     about = f"{converted.layout}: {converted.model.layout}, width {converted.model.d_model}"
     for line in (about, *(f"note: {note}" for note in converted.notes)):

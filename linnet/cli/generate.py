@@ -1,12 +1,13 @@
 """`linnet generate`: text from a trained run."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
 from linnet.config import ConfigError, gather, refuse, unwritable
-from linnet.options import AllowPlugins, echo_json, options, parse_options, values_of
+from linnet.options import AllowPlugins, echo_json, options, parse_options, values_of, working
 
 MOST_SAMPLES = 1_000_000
 
@@ -136,29 +137,35 @@ def generate(
 
     from linnet.inference import Engine
 
-    engine = Engine.of_run(
-        run,
-        slots=min(samples, 8),
-        context_length=context_length,
-        device=device,
-        dtype=None if dtype is None else getattr(torch, dtype),
-        compile=compile,
-        allow_plugins=allow_plugins,
-    )
+    with working("reading the model"):
+        engine = Engine.of_run(
+            run,
+            slots=min(samples, 8),
+            context_length=context_length,
+            device=device,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            compile=compile,
+            allow_plugins=allow_plugins,
+        )
     prefix = None if from_state is None else engine.load_prefix(from_state)
     if save_state is not None:
-        state = engine.prefix(turn, prefix)
+        with working("reading the prompt") as show:
+            state = engine.prefix(turn, prefix, lambda read, of: show(f"{read:,} of {of:,} tokens"))
         state.save(save_state)
         typer.echo(f"{state.tokens} tokens in {save_state} ({save_state.stat().st_size:,} bytes)", err=True)
         return
     if samples == 1 and not json_:
-        for piece in engine.stream(turn, sampling, prefix):
+        pieces = engine.stream(turn, sampling, prefix)
+        with working("reading the prompt"):
+            first_piece = next(pieces)
+        for piece in itertools.chain([first_piece], pieces):
             typer.echo(piece.text, nl=False)
         typer.echo()
         return
     first = engine.check(turn, sampling, prefix).seed
     settings = [sampling.model_copy(update={"seed": (first + i) % (1 << 63)}) for i in range(samples)]
-    completions = engine.generate([turn] * samples, settings, prefix)
+    with working("generating"):
+        completions = engine.generate([turn] * samples, settings, prefix)
     if json_:
         echo_json([_plain(completion) for completion in completions], ensure_ascii=False)
     else:

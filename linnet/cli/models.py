@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from linnet.options import RULED, AsJson, Count, make_table, options
+from linnet.options import RULED, AsJson, Count, make_table, options, working
 
 if TYPE_CHECKING:
     from linnet.models import StackConfig
@@ -72,7 +72,8 @@ def models(
     )
     folders = [name for name in names or [] if Path(name).is_dir()]
     names = [name for name in names or [] if name not in folders]
-    configs = {name: _model_of(name) for name in folders} | _models_with(mixer or [])
+    with working("checking the mixer"):
+        configs = {name: _model_of(name) for name in folders} | _models_with(mixer or [])
     texts, images = table.names_of(table.TEXT), table.names_of(table.IMAGES)
     known = images if vision else texts + images if names else texts
     wanted = names if names or configs else [""]
@@ -84,8 +85,14 @@ def models(
     chosen = [recipe for recipe in known if any(recipe in matches for matches in fits.values())]
     if left_out := [] if names or configs or as_json else [recipe for recipe in chosen if recipe.startswith(LADDERS)]:
         chosen = [recipe for recipe in chosen if recipe not in left_out]
-    rows = [table.recipe_summary(name, context, recount) for name in chosen]
-    rows += [table.model_summary(name, config, context) for name, config in configs.items()]
+    rows = []
+    with working("counting parameters and FLOPs") as show:
+        for name in chosen:
+            show(name)
+            rows.append(table.recipe_summary(name, context, recount))
+        for name, config in configs.items():
+            show(name)
+            rows.append(table.model_summary(name, config, context))
     for row in rows if flops == "004" else ():
         if "pflops_per_step" in row:
             config = configs.get(row["name"]) or get_recipe(row["name"])

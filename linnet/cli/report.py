@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.options import AsJson, open_page, options
+from linnet.options import AsJson, open_page, options, working
 
 
 @options
@@ -42,7 +42,6 @@ def report(
         open_: Show the page in the browser.
     """
     import json
-    from contextlib import nullcontext
 
     from rich.console import Console
 
@@ -55,7 +54,7 @@ def report(
 
     console, lines = Console(stderr=True, highlight=False, soft_wrap=True, markup=False), [CONCLUSIONS]
     write_run = writer_of(study)
-    with console.status("fitting the laws, drawing the figures") if console.is_terminal else nullcontext():
+    with working("fitting the laws, drawing the figures", console):
         if write_run is not None:
             page = write_run(study, out)
         else:

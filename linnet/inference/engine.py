@@ -13,7 +13,7 @@ import secrets
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -388,12 +388,23 @@ class Engine:
         return [Completion.of(request, pieces) for request, pieces in mail.items()]
 
     @torch.no_grad()
-    def prefix(self, prompt: str | Sequence[int], prefix: Prefix | None = None) -> Prefix:
-        """Reads a prompt, after another prefix if one is given, and returns its states for requests to continue."""
+    def prefix(
+        self,
+        prompt: str | Sequence[int],
+        prefix: Prefix | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Prefix:
+        """Reads a prompt, after another prefix if one is given, and returns its states for requests to continue.
+
+        Args:
+            progress: is called after each chunk with the tokens read so far and those of the prompt.
+        """
         request = self.check(prompt, Sampling(max_tokens=1), prefix)
         reading = self._begin(request, 0, prefix)
         while not reading.done:
             self._read_chunk(reading)
+            if progress is not None:
+                progress(reading.cuts[reading.at - 1].end, len(request.prompt))
         last = (*(() if prefix is None else prefix.last), *request.prompt[-CONTEXT:].tolist())[-CONTEXT:]
         return Prefix(self.digest, request.prompt_tokens, reading.states, reading.logits, reading.seen, last)
 

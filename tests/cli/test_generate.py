@@ -132,6 +132,12 @@ def test_a_state_goes_on_where_it_was_saved(linnet):
     assert linnet("--from-state", "parse.state", "--max-tokens", 3).exit_code == 0
 
 
+def test_how_much_of_a_long_prompt_is_read_is_said(linnet, monkeypatch):
+    monkeypatch.setattr("linnet.options.QUIET", 0.0)
+    done = linnet("a" * 600, "--save-state", "long.state")
+    assert "reading the prompt: 600 of 600 tokens" in done.stderr and done.stdout == ""
+
+
 def test_stop_strings_end_the_text(linnet):
     text = generated(linnet, PROMPT, "--max-tokens", 40)[0]["text"]
     stop = text[10:14]

@@ -166,6 +166,21 @@ def test_a_plan_says_on_stderr_how_far_it_is(config, tmp_path, monkeypatch):
     assert "planning the study: timing a few steps of architecture 2 of" in found.stderr
 
 
+def test_a_plan_names_the_architecture_that_takes_most_of_the_time(config, tmp_path, monkeypatch):
+    arguments = ["study", str(config), "--plan", "--out", str(tmp_path), "--budgets", "3e8"]
+
+    def shown(tnl: float, llama: float) -> str:
+        times = {"tnl": tnl, "llama": llama}
+        monkeypatch.setattr(
+            "linnet.study.timing.estimate",
+            lambda plan, progress: {run.run: times[run.architecture] for run in plan.runs},
+        )
+        return CliRunner().invoke(app, arguments).output
+
+    assert re.search(r"note: tnl takes 99% of the time; .*`budgets`.*`sizes` of tnl", shown(99.0, 1.0))
+    assert "of the time" not in shown(50.0, 50.0) and "of the time" not in shown(0.99, 0.01)
+
+
 def test_a_plan_shows_what_each_source_of_a_mixture_gives(config, tmp_path):
     values = yaml.safe_load(config.read_text())
     (tmp_path / "few.txt").write_text("few words " * 60)

@@ -1,6 +1,7 @@
 """What a person sees while a run trains."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -28,6 +29,24 @@ def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
     # A batch that grows: the steps to come read more than those before.
     assert "12 min 30 s left" not in (text := shown([START | {"units": 20_000}, ROW])) and "29 min 10 s left" in text
     assert "41.5% of peak" in shown([START, ROW | {"flop_utilisation": 0.415}])
+
+
+def test_what_takes_long_before_the_first_step_is_said(monkeypatch):
+    monkeypatch.setattr("linnet.options.QUIET", 0.0)
+    console, counted = Console(file=io.StringIO(), width=200, color_system=None), []
+
+    def count(steps):
+        counted.append(console.file.getvalue())
+        time.sleep(0.3)  # nothing is said once training has begun
+
+    with TerminalProgress(console, before=count) as show:
+        show({"event": "data", "what": "reading text", "done": 1000, "total": None})
+        show(START)
+        lines = console.file.getvalue()
+        time.sleep(0.3)
+        show(ROW)
+    assert "preparing the run: reading text, 1,000\n" in counted[0]
+    assert counted[0].endswith("preparing the run: counting FLOPs\n") and console.file.getvalue() == lines
 
 
 SCORING = {"event": "scoring", "step": 7, "done": 0, "total": 131072}

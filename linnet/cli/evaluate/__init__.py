@@ -24,6 +24,7 @@ from linnet.options import (
     is_given,
     options,
     parse_numbers,
+    working,
 )
 
 if TYPE_CHECKING:
@@ -439,7 +440,7 @@ def _execute(job: _Job, ranks: "Mesh | None", echo: bool = True) -> dict[str, di
     dtype, plugins = job.running.dtype, job.running.allow_plugins
     with (
         checking("evaluate", job.rename),
-        Console(stderr=True).status("reading the questions and the model"),
+        working("reading the questions and the model"),
         in_turns(ranks and ranks.host),  # the first one prepares data for all
     ):
         session = prepare(job.run, job.evaluators, device, dtype, problems, allow_plugins=plugins, best=job.best)

@@ -9,7 +9,7 @@ import typer
 
 from linnet.config import FITS, ConfigError, check_study, gather, nearest, refuse
 from linnet.laws import ESTIMATES
-from linnet.options import AsJson, is_given, options
+from linnet.options import AsJson, is_given, options, working
 
 METHODS = ("isoflop", "envelope", "power", "parametric")
 CHOICES = {
@@ -169,8 +169,6 @@ def fit(
         problems.append(f"--chance {chance:g}: not a share; give a number from 0 to below 1, such as 0.25")
     refuse(problems, "command line")
 
-    from rich.console import Console
-
     from linnet.laws.fit import filter_table, parse_columns, parse_points, predictions
 
     def keep(rows):
@@ -198,10 +196,11 @@ def fit(
     curves = None
     reading = {"exclude": exclude or (), "best_of": best_of, "loss_unit": loss_unit, "point": POINT if law else ()}
     reading["keep"] = keep
-    if table.is_dir() or (not table.exists() and not table.suffix):
-        rows, curves, notes = load_study(table, mapping, **reading)
-    else:
-        rows, notes = load_table(table, mapping, **reading)
+    with working(f"reading {table}"):
+        if table.is_dir() or (not table.exists() and not table.suffix):
+            rows, curves, notes = load_study(table, mapping, **reading)
+        else:
+            rows, notes = load_table(table, mapping, **reading)
     if reference is not None and reference not in set(rows["architecture"]):
         fix = nearest(reference, sorted(set(rows["architecture"])))
         raise ConfigError([f"--reference {reference!r}: not in the table; {fix}"], "command line")
@@ -224,7 +223,7 @@ def fit(
         return
     if curves is not None:
         curves = curves[curves["run"].isin(rows["run"])]
-    with Console(stderr=True).status("fitting") as status:
+    with working("fitting") as show_place:
         study = fit_study(
             rows,
             curves,
@@ -241,7 +240,7 @@ def fit(
             smooth=smooth,
             starts="full" if full_grid else "coarse",
             objective=minimised._replace(delta=DELTA) if delta is None else minimised,
-            progress=lambda line: status.update(f"fitting {line}"),
+            progress=show_place,
         )
     study.notes = notes + study.notes
     predicted = predictions(study, points)

@@ -15,6 +15,7 @@ from linnet.config import FIGURES, FITS, check_study, nearest
 from linnet.laws.fit import fit_downstream
 from linnet.laws.fit.law import plain
 from linnet.laws.fit.table import CONVENTIONS, load_points
+from linnet.options import working
 from linnet.report.units import p_equals, p_value
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def fit_and_show(rows, source: Path, laws: list[str], options: "Options", notes:
     """Fits the laws to the rows of a table, and prints them as text or JSON."""
     from linnet.laws.further import fit_laws
 
-    with Console(stderr=True).status("fitting") as status:
-        fitted, unsupported = fit_laws(rows, laws, options, lambda name: status.update(f"fitting {name}"))
+    with working("fitting") as show_place:
+        fitted, unsupported = fit_laws(rows, laws, options, show_place)
     if as_json:
         values = {law.law: law.to_json() for law in fitted}
         shown = {"table": str(source), "flops": options.flops, "count": options.count, "notes": notes}

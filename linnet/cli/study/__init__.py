@@ -79,8 +79,9 @@ def run(
     """
     from linnet.study.runner import CACHE
 
-    settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE, allow_plugins)
-    further = _further(settings, plan, propose, until, at_most)
+    with working("checking the settings"):
+        settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE, allow_plugins)
+        further = _further(settings, plan, propose, until, at_most)
     make_study(settings, out, plan=plan, report=report, as_json=json_, where=str(config or "study"), further=further)
 
 
@@ -186,7 +187,7 @@ def make_study(
         from linnet.cli.study.adaptive import narrow
 
         failed = narrow(settings, points, out, question, limit, console)
-    laws = _fit(result.folder, console)
+    laws = _fit(result.folder)
     print_laws(laws, console)
     from linnet.report.findings import conclude
     from linnet.report.page import CONCLUSIONS
@@ -202,7 +203,8 @@ def make_study(
         from linnet.report import write_report
 
         lines = []
-        page = write_report(result.folder, fit=laws, tell=lines.append)
+        with working("drawing the report"):
+            page = write_report(result.folder, fit=laws, tell=lines.append)
         console.print(f"\nreport: [bold]{escape(str(page))}[/]", highlight=False, soft_wrap=True)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -246,14 +248,14 @@ def _further(
     return question, limit
 
 
-def _fit(folder: Path, console):
+def _fit(folder: Path):
     """Fits the laws of a study by every method."""
     from linnet.laws.fit import fit_study
     from linnet.study.collect import load_study
 
     rows, curves, notes = load_study(folder)
-    with console.status("fitting") as status:
-        laws = fit_study(rows, curves, progress=lambda line: status.update(f"fitting {line}"))
+    with working("fitting") as show:
+        laws = fit_study(rows, curves, progress=show)
     laws.notes = notes
     return laws
 

@@ -75,7 +75,8 @@ def tune(
     except ValueError:
         problems.append(f"--widths {widths!r}: not whole numbers; write 64,128,256")
     with gather(problems):
-        settings = _settings(config, None, architectures, None, workers, set_ or [], out / CACHE, allow_plugins)
+        with working("checking the settings"):
+            settings = _settings(config, None, architectures, None, workers, set_ or [], out / CACHE, allow_plugins)
         sweeps = make_sweeps(settings, chosen)
     if target is not None and not target > 0:
         problems.append(f"--target {target:g}: give a positive number of FLOPs (or tokens) of each run, such as 1e14")

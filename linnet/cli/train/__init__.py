@@ -1,6 +1,7 @@
 """`linnet train`: one model, many steps."""
 
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.config import ConfigError, Problem, gather, override, read_yaml, refuse
-from linnet.options import AllowPlugins, echo_json, options
+from linnet.options import AllowPlugins, echo_json, options, working
 
 SHAPE = (256, 6)  # width and layers of a model with --mixer, the same as of tnl-10m
 
@@ -89,6 +90,10 @@ def train(
     from linnet.train.processes import launch
 
     def described():
+        with nullcontext() if mesh.rank() else working("checking the settings"):
+            return settings_and_changes()
+
+    def settings_and_changes():
         if extend is not None:
             others = (("CONFIG", config), ("--model", model), ("--mixer", mixer), ("--from", from_))
             if options := [name for name, value in others if value]:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from linnet.options import echo_json, make_table
+from linnet.options import echo_json, make_table, working
 
 if TYPE_CHECKING:
     from linnet.train import TrainConfig
@@ -45,7 +45,8 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     if problems := length_problems(settings) + (float8.model_problems(settings.model) if narrow else []):
         raise ConfigError(problems, "train")
     notes = [float8.summary(settings.model, settings.run.compile)] if narrow else []
-    costs, missing = plan_training(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
+    with working("planning the training"):
+        costs, missing = plan_training(settings, devices, find_gpu(gpu, memory)), missing_text(settings.data)
     sources = []
     if getattr(settings.data, "mixture", None):
         sizes = [passes.estimate(settings.data, source.source) for source in settings.data.mixture]

@@ -1,6 +1,5 @@
 """`linnet mad report` and `linnet mad correlate`: pages about the scores of a MAD folder."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import typer
 from rich.console import Console
 
 from linnet.config import FIGURES, FITS, check_study, gather, refuse
-from linnet.options import RULED, AsJson, echo_json, make_table, options
+from linnet.options import RULED, AsJson, echo_json, make_table, options, working
 
 
 @options
@@ -41,8 +40,7 @@ def report(
 
     from linnet.mad.page import write_mad_report
 
-    console = Console(stderr=True)
-    with console.status("drawing the figures") if console.is_terminal else nullcontext():
+    with working("drawing the figures"):
         page = write_mad_report(folder, out, metric=metric, legacy=legacy)
     typer.echo(page)
     if open_:
@@ -112,15 +110,14 @@ def correlate(
         with gather(problems):
             sources = read(folder, study, metric=metric, legacy=legacy)
     refuse(problems, "correlate")
-    console = Console(stderr=True)
-    with console.status("fitting the laws") if console.is_terminal else nullcontext() as status:
+    with working("fitting the laws") as show:
         correlations = compute(
             sources,
             names,
             compute=at,
             resamples=bootstrap,
             seed=seed,
-            progress=(lambda line: status.update(f"fitting {line}")) if status is not None else None,
+            progress=show,
         )
     if as_json:
         echo_json(correlations.to_dict(), allow_nan=False)

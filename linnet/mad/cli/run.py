@@ -122,7 +122,7 @@ def run(
         changes = override({}, set_ or [])
     with gather(problems):
         form = forms(budget, spec, layers, training)
-    with gather(problems):
+    with gather(problems), working("checking the layers"):
         models, plain = _models(layouts or [], mixer or [], changes, state, mqar, form.layers, problems)
     seeds = None if seed is None else parse_seeds("--seed", seed, problems)
     if device not in ("auto", "cpu", "cuda"):
@@ -134,7 +134,7 @@ def run(
     else:
         where = parse(ExecutorConfig, {"kind": executor, "workers": workers, "address": address, "retries": 1})
         problems += map(by_option(["workers", "address"], kind="--executor"), unread_problems(where))
-    with gather(problems):
+    with gather(problems), working("counting FLOPs"):
         work = prepare(
             models,
             out or Path("mad") / _folder_name(budget, form),
@@ -286,7 +286,8 @@ def _page(folder: Path) -> Path | None:
         return None
     from linnet.mad.page import write_mad_report
 
-    return write_mad_report(folder)
+    with working("drawing the report"):
+        return write_mad_report(folder)
 
 
 def _about(name: str, model, plain, mqar: bool) -> str:

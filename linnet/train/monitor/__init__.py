@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from linnet.config import Config, refuse
 from linnet.evaluate.results import shown_score
-from linnet.options import duration
+from linnet.options import duration, working
 from linnet.runs.record import ROWS_LOST
 from linnet.signals import Terminated
 
@@ -282,6 +282,8 @@ class TerminalProgress:
         self._steps, self._printed = 0, time.monotonic()
         self._total: int | None = None  # units of the whole training; None if all steps read the same number
         self._scoring, self._told = 0.0, False  # start time of scoring, and whether a line reported it
+        self._waiting = contextlib.ExitStack()  # until the first step, says what takes long if there is no bar
+        self._tell: Callable[[str], None] = lambda place: None
 
     @property
     def started(self) -> bool:
@@ -290,14 +292,19 @@ class TerminalProgress:
 
     def __enter__(self) -> "TerminalProgress":
         self._bar.start()
+        if not self._console.is_terminal:
+            self._tell = self._waiting.enter_context(working("preparing the run", self._console))
         return self
 
     def __exit__(self, *exception) -> None:
+        self._waiting.close()
         self._bar.stop()
 
     def __call__(self, row: dict) -> None:
         if row.get("event") == "data":
             self._bar.update(self._task, description=row["what"], completed=row["done"], total=row["total"])
+            of = "" if row["total"] is None else f" of {row['total']:,}"
+            self._tell(f"{row['what']}, {row['done']:,}{of}")
         elif row.get("event") == "start":
             self._start(row)
         elif row.get("event") == "passes":
@@ -329,7 +336,9 @@ class TerminalProgress:
 
     def _start(self, row: dict) -> None:
         if self._before is not None:
+            self._tell("counting FLOPs")
             self._before(row["steps"])
+        self._waiting.close()
         self._steps, self._total = row["steps"], row.get("units")
         self._bar.update(self._task, description="training", completed=row["step"], total=row["steps"], state="")
         if row["step"]:
