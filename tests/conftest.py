@@ -24,7 +24,10 @@ import torch  # noqa: E402
 import typer.testing  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+import linnet.options  # noqa: E402
+
 torch.set_num_threads(1)
+linnet.options.QUIET = 1e6  # whether a command says what takes long depends on how busy the machine is
 # No test cuts the power, and the disk takes milliseconds for each of thousands of calls. Both need an open file.
 os.fsync = os.fstat
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # 20 ms each time that a test calls a verb
