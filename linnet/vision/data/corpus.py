@@ -11,6 +11,7 @@ corpus.json   classes, sizes, configuration, digest of the content, and SHA-256 
 
 import errno
 import hashlib
+import io
 import itertools
 import os
 from array import array
@@ -730,8 +731,10 @@ class _Files:
         if self.stored == "encoded":
             arrays[OFFSETS] = np.cumsum([0, *kept.lengths], dtype=np.int64)
         for name, values in arrays.items():
+            buffer = io.BytesIO()  # NumPy writes to files without the number of an error, such as that of a full disk
+            np.save(buffer, values, allow_pickle=False)
             with open(self.folder / name, "wb") as file:
-                np.save(file, values, allow_pickle=False)
+                file.write(buffer.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
             entries[name] = shards.file_entry(self.folder / name)

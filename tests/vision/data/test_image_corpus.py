@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import time
 
@@ -252,6 +253,19 @@ def test_damage_is_named_and_repaired_when_asked(layouts, tmp_path, name, damage
         with pytest.raises(CorpusDamaged, match=f"{name}: .*{found.folder}"):
             attempt()
     assert by_pixels(prepare_images(config, tmp_path / "cache", rebuild=True)) == before and path.read_bytes() == data
+
+
+def test_a_disk_that_is_full_at_the_labels_is_named(tmp_path):
+    count, (usual, most) = 40_000, resource.getrlimit(resource.RLIMIT_FSIZE)
+    images = np.arange(count, dtype=np.uint32).view(np.uint8).reshape(count, 2, 2)
+    np.savez(tmp_path / "a.npz", image=images, label=np.arange(count) % 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5 * count, most))  # more than the images, less than the labels
+    try:
+        with pytest.raises(ConfigError, match=os.strerror(errno.EFBIG)):
+            prepare_images(config_of(tmp_path / "a.npz"), tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (usual, most))
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_full_disk_leaves_nothing_behind(layouts, tmp_path, monkeypatch):
