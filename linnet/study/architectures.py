@@ -305,6 +305,8 @@ def rule_width(model: StackConfig) -> int:
 
 def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
     """Formats (architecture, size, problem) as lines. A problem that several sizes share becomes one line."""
+    widths = " (the first number of a size in `sizes` is its d_model)"
+    wrong = [(name, size, line + widths * ("d_model" in line)) for name, size, line in wrong]
     sizes = grouped(((architecture, line), size) for architecture, size, line in wrong)
     return [f"architectures.{name} {', '.join(labels)}: {line}" for (name, line), labels in sizes.items()]
 

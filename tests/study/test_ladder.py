@@ -60,6 +60,10 @@ def test_sizes_that_differ_in_heads_have_labels_of_their_own():
         plan_of(architectures=["tnl"], sizes=[[16, 1, 3], [16, 1, 5], [16, 1, 2], [17, 1, 4]])
     places = {line.partition(": ")[0] for line in refused.value.problems}
     assert places == {"architectures.tnl 16x1x3", "architectures.tnl 16x1x5", "architectures.tnl 17x1"}
+    with pytest.raises(
+        ConfigError, match="gdn 12x1: .* d_model 12; .*the first number of a size in `sizes` is its d_m"
+    ):
+        plan_of(architectures=["gdn"], sizes=[[12, 1, 2]])
 
 
 UNUSED = {

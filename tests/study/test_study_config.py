@@ -52,6 +52,7 @@ def test_models_that_cannot_be_are_listed_beside_wrong_keys():
     assert "nmae: " in problems[0] and "no.py" in problems[1] and len(problems) == 4
     assert re.match(r"architectures.tnl 65x1: options.tnl.num_heads: 4 .*65", problems[2])
     assert re.match("architectures.tnll 16x1, 65x1: .*'tnll' .*'tnl'", problems[3])
+    assert "d_model" not in problems[3]
 
 
 def test_an_unknown_base_hides_no_other_problem():
