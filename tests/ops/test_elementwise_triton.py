@@ -16,7 +16,7 @@ from linnet.models.causal_lm import build_model
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import family
 from linnet.ops import use_backend
-from linnet.ops.activation import gated_activation, softplus_decay, softplus_steps
+from linnet.ops.activation import forget_inputs, gated_activation, softplus_decay, softplus_steps
 from linnet.ops.launching import align_slices, record
 from linnet.ops.norm import layer_norm, rms_norm, split_rms_norm, unit_norm
 from linnet.ops.rotation import rotate
@@ -208,6 +208,27 @@ def check_softplus_steps(rows, heads, channels, dtype=torch.float32, device="cud
     torch.testing.assert_close(steps.double(), torch.nn.functional.softplus(small.double()), rtol=1e-5, atol=0)
 
 
+def check_forget_inputs(rows, width, parts, dtype=torch.float32, device="cuda"):
+    """Gates from shut to open, bounds from none to almost 1; real and complex candidates."""
+    x = 9 * normal(2, rows, width, dtype=dtype, device=device)
+    c = 3 * normal(2, rows, width, parts, dtype=dtype, device=device)
+    c = c if parts > 1 else c.squeeze(-1)
+    for beta in (torch.linspace(1e-3, 0.999, width, device=device), torch.full((width,), 1e-30, device=device)):
+        assert_agrees(forget_inputs, c, x, beta)
+    unbounded = partial(forget_inputs, beta=None)
+    for logits in (x, x - 200):
+        assert_agrees(unbounded, c, logits)
+    with use_backend("triton"), launching("activation.forget_inputs_kernel"):
+        forget_inputs(c, x, beta)
+    x[0, 0], c[1, 0] = float("nan"), float("nan")
+    for function in (unbounded, partial(forget_inputs, beta=beta)):
+        forms = [run(function, form, (c, x)) for form in ("chunked", "triton")]
+        torch.testing.assert_close(*([y.isnan() for y in results] for results in forms))
+    for wrong in ((c[:, 1:], x, beta), (c, x, beta[1:])):
+        with pytest.raises(ValueError, match="forget_inputs: c"):
+            forget_inputs(*wrong)
+
+
 def check_rotation(shape, heads, doubling, activation, positions, axes=None, dtype=torch.float32, device="cuda"):
     x = normal(*shape, dtype=dtype, device=device)
     theta = normal(heads, shape[-1] if doubling else shape[-1] // 2, device=device)
@@ -326,6 +347,13 @@ def test_gates_in_wider_rows(rows, heads, width, dtype):
 @pytest.mark.parametrize("rows, heads, channels", [(1000, 32, 0), (300, 5, 0), (7, 1, 0), (700, 8, 96)])
 def test_softplus_steps(rows, heads, channels, dtype):
     check_softplus_steps(rows, heads, channels, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows, width, parts", [(1000, 256, 1), (77, 100, 2), (3, 1, 1)])
+def test_forget_inputs(rows, width, parts, dtype):
+    check_forget_inputs(rows, width, parts, dtype)
 
 
 @gpu
@@ -485,6 +513,7 @@ INTERPRETED = [
     *[(check_activation, ((7, 301), activation)) for activation in ("none", "silu", "sigmoid", "relu")],
     (check_gates_in_wider_rows, (3, 2, 24)),
     *[(check_softplus_steps, sizes) for sizes in [(150, 32, 0), (7, 3, 0), (5, 2, 80)]],
+    *[(check_forget_inputs, sizes) for sizes in [(300, 12, 1), (7, 130, 2)]],
     (check_rotation, ((2, 9, 3, 8), 3, True, "silu", 1000)),
     (check_rotation, ((2, 9, 3, 6), 1, False, "none", 1000)),
     (check_rotation, ((5, 2, 8), 2, False, "silu", 1000)),

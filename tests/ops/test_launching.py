@@ -24,7 +24,7 @@ from linnet.ops import (
     short_convolution,
     use_backend,
 )
-from linnet.ops.activation import gated_activation, log_sigmoid, softplus_decay
+from linnet.ops.activation import forget_inputs, gated_activation, log_sigmoid, softplus_decay
 from linnet.ops.attention import causal_attention
 from linnet.ops.norm import rms_norm
 
@@ -54,6 +54,7 @@ CALLS = {
     "rms_norm": (lambda x, w, gate: rms_norm(x, w, gate=gate, gate_activation="silu"), (ROWS, (D,), ROWS)),
     "gated_activation": (lambda gate, x: gated_activation(gate, x, "silu"), (ROWS, ROWS)),
     "log_sigmoid": (lambda x: log_sigmoid(x, 16.0), (ROWS,)),
+    "forget_inputs": (lambda c, x, beta: forget_inputs(c, x, beta.sigmoid())[0], (ROWS, ROWS, (D,))),
     "softplus_decay": (softplus_decay, (ROWS, (D,), (D,))),
     "lightning_attention": (lambda q, k, v: lightning_attention(q, k, v)[0], (HEADS,) * 3),
     "gated_attention": (lambda q, k, v, a: gated_linear_attention(q, k, v, -a.exp())[0], (HEADS,) * 4),

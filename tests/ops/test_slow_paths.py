@@ -24,7 +24,7 @@ from linnet.ops import (
     ssd,
     use_backend,
 )
-from linnet.ops.activation import log_sigmoid
+from linnet.ops.activation import forget_inputs, log_sigmoid
 from linnet.ops.attention import causal_attention
 
 if importlib.util.find_spec("triton") is None:
@@ -95,6 +95,7 @@ SLOW = {
     ),
     "attention": ("causal_attention", lambda: causal_attention(*heads(dtype=torch.float64))),
     "activation": ("gated_activation", lambda: gated_activation(*[make(2, 8, dtype=torch.float64)] * 2)),
+    "forget_inputs": ("forget_inputs", lambda: forget_inputs(*[make(2, 8, dtype=torch.float64)] * 2, None)),
     "log_sigmoid": ("log_sigmoid", lambda: log_sigmoid(make(2, 8, dtype=torch.float64))),
     "norm": ("rms_norm", lambda: rms_norm(make(2, 8, dtype=torch.float64))),
     "rotation": (

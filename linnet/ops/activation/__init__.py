@@ -1,4 +1,5 @@
-"""Gated activations act(gate) * x, the middle of a gated linear unit; log-decays from a sigmoid or a softplus."""
+"""Gated activations act(gate) * x, the middle of a gated linear unit; log-decays from a sigmoid or a softplus; what
+HGRN's recurrence reads."""
 
 import importlib
 import math
@@ -11,9 +12,10 @@ from linnet.ops import backend
 from linnet.ops.chunks import at_least_float32
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply
+from linnet.ops.gated.reference import forget_gate
 from linnet.ops.registration import Mapped, is_mapped, lead
 
-__all__ = ["ACTIVATIONS", "gated_activation", "log_sigmoid", "softplus_decay", "softplus_steps"]
+__all__ = ["ACTIVATIONS", "forget_inputs", "gated_activation", "log_sigmoid", "softplus_decay", "softplus_steps"]
 
 ACTIVATIONS = {"none": lambda x: x, "silu": F.silu, "sigmoid": F.sigmoid, "gelu": F.gelu, "relu": F.relu}
 ACTIVATIONS["relu2"] = lambda x: F.relu(x).square()
@@ -180,3 +182,53 @@ class _SoftplusSteps(torch.autograd.Function):
 
 
 _apply_softplus_steps = find_apply(_SoftplusSteps)
+
+
+def forget_inputs(c: Tensor, x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns (1 - f) silu(c) and log f of the forget gate f = beta + (1 - beta) sigmoid(x), at least in float32.
+
+    On a GPU in eager mode one kernel does it and one its backward, which keep nothing but the arguments; elsewhere, and
+    for a compiler, it is a composition of PyTorch's functions.
+
+    Args:
+        c: [..., D] or [..., D, 2], the candidates before their activation: of a complex state both parts.
+        x: [..., D], gate logits.
+        beta: [D], lower bound in (0, 1); None for 0.
+
+    Raises:
+        ValueError: shapes that do not go together.
+
+    Source: HGRN, as paper 002 recalls it (section 2.2).
+    """
+    if c.shape not in (x.shape, (*x.shape, 2)) or beta is not None and beta.shape != x.shape[-1:]:
+        shapes = ", ".join(
+            f"{name} {list(y.shape)}" for name, y in {"c": c, "x": x, "beta": beta}.items() if y is not None
+        )
+        raise ValueError(f"forget_inputs: {shapes}; give c [..., D] or [..., D, 2], x [..., D], beta [D] or None")
+    plain = is_plain((c, x, beta)) and backend.use_triton("activation", x.is_cuda) and x.numel() > 0
+    if plain and not backend.is_wide("forget_inputs", c, x, *(() if beta is None else (beta,))):
+        return _apply_forget_inputs(c, x, beta)
+    return forget_inputs_reference(c, x, beta)
+
+
+def forget_inputs_reference(c: Tensor, x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `forget_inputs`: the composition of PyTorch's functions."""
+    log_f, k = forget_gate(x, beta)
+    return F.silu(c) * (k if c.ndim == x.ndim else k.unsqueeze(-1)), log_f
+
+
+class _ForgetInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, c, x, beta):
+        kernels = importlib.import_module("linnet.ops.activation.triton")
+        ctx.save_for_backward(c, x, beta)
+        ctx.kernels = kernels
+        return kernels.forget_inputs_forward(c, x, beta)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dinputs, dlog_f):
+        return ctx.kernels.forget_inputs_backward(*ctx.saved_tensors, dinputs, dlog_f)
+
+
+_apply_forget_inputs = find_apply(_ForgetInputs)

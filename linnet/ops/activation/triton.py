@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import activate, activate_and_differentiate, after_previous, clamp, softplus
+from linnet.ops.device import activate, activate_and_differentiate, after_previous, clamp, log1p, silu, softplus
 from linnet.ops.launching import Launcher, align, align_rows, align_slices, cdiv, next_power_of_2
 
 BLOCK, WARPS = 2048, 4
@@ -92,6 +92,38 @@ def _plan_steps(programs: int, columns: int, heads: int, hop: int, dtype, of_rat
     block = min(COLUMNS, next_power_of_2(columns))
     constants = *sizes, *(x is not None for x in kind), block, BLOCK // block, SEGMENT
     return Launcher(softplus_steps_backward_kernel, programs * cdiv(columns, block), constants, num_warps=WARPS)
+
+
+def forget_inputs_forward(c: Tensor, x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(1 - f) silu(c), shaped like c, and log f, both in float32."""
+    c, x, beta = map(align, (c, x, beta))
+    inputs, log_f = (torch.empty(y.shape, dtype=torch.float32, device=y.device) for y in (c, x))
+    key = x.shape[-1], c.numel() // x.numel(), c.dtype, x.dtype, None if beta is None else beta.dtype, x.device
+    _plan_forget(cdiv(x.numel(), BLOCK), *key, None)(c, x, beta, inputs, log_f, x.numel())
+    return inputs, log_f
+
+
+def forget_inputs_backward(c, x, beta: Tensor | None, dinputs, dlog_f) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of c, x and beta."""
+    c, x, beta, *gradients = map(align, (c, x, beta, dinputs, dlog_f))
+    dc, dx, D = torch.empty_like(c), torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // D
+    segments = cdiv(rows, SEGMENT)
+    sums = None if beta is None else torch.empty(segments, D, dtype=torch.float32, device=x.device)
+    key = D, c.numel() // x.numel(), c.dtype, x.dtype, None if beta is None else beta.dtype, x.device
+    _plan_forget(segments, *key, tuple(y.dtype for y in gradients))(c, x, beta, *gradients, dc, dx, sums, rows)
+    return dc, dx, None if sums is None else sums.sum(0).to(beta.dtype)
+
+
+@functools.lru_cache(1024)
+def _plan_forget(programs: int, columns: int, parts: int, of_c, of_x, of_beta, device, gradients) -> Launcher:
+    """Of the forward, or of the backward, with the dtypes of its gradients."""
+    constants = columns, parts, of_beta is not None
+    if gradients is None:
+        return Launcher(forget_inputs_kernel, programs, (*constants, BLOCK), num_warps=WARPS)
+    block = min(COLUMNS, next_power_of_2(columns))
+    constants += block, BLOCK // block, SEGMENT
+    return Launcher(forget_inputs_backward_kernel, programs * cdiv(columns, block), constants, num_warps=WARPS)
 
 
 @functools.lru_cache(1024)
@@ -192,3 +224,76 @@ def softplus_steps_backward_kernel(
         of_bias += tl.sum(gradient, 0)
     tl.store(sums + segment * (2 * C) + column, of_bias, mask=inside)
     tl.store(sums + segment * (2 * C) + C + column, of_rates, mask=inside)
+
+
+@triton.jit
+def _forget(x, beta):
+    """With small = exp(-|x|): small, 1 - sigmoid(x), and f (1 + small), which is above 0, so that 0 / f is not NaN."""
+    small = tl.exp(-tl.abs(x))
+    rest = tl.where(x >= 0.0, small, 1.0) / (1.0 + small)
+    top = tl.where(x >= 0.0, 1.0 + beta * small, small + beta)
+    return small, rest, tl.where(top < 1e-37, 1e-37, top)
+
+
+@triton.jit
+def forget_inputs_kernel(
+    c, x, beta, inputs, log_f, count, D: tl.constexpr, PARTS: tl.constexpr, BOUNDED: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    after_previous(OVERLAPS)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    low = tl.zeros([BLOCK], tl.float32)
+    if BOUNDED:
+        low = tl.load(beta + at % D, mask=mask, other=0.0).to(tl.float32)
+    small, rest, top = _forget(tx, low)
+    key = (1.0 - low) * rest
+    # 1 - f keeps its digits where f is near 1, and f where it is small.
+    far = tl.log(top) if BOUNDED else tl.minimum(tx, 0.0)
+    near = tl.where(key < 0.5, key, 0.0)
+    tl.store(log_f + at, tl.where(key < 0.5, log1p(-near), far - log1p(small)), mask=mask)
+    for part in tl.static_range(PARTS):
+        tc = tl.load(c + at * PARTS + part, mask=mask, other=0.0).to(tl.float32)
+        tl.store(inputs + at * PARTS + part, silu(tc) * key, mask=mask)
+
+
+@triton.jit
+def forget_inputs_backward_kernel(
+    c, x, beta, dinputs, dlog_f, dc, dx, sums, rows, D: tl.constexpr, PARTS: tl.constexpr, BOUNDED: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """With s = sigmoid(x): df/dx = (1 - beta) s (1 - s), df/dbeta = 1 - s, and d log f = df / f.
+
+    If BOUNDED, `sums` [segments, D] are those of SIZE rows for beta.
+    """
+    BLOCKS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    segment = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    low = tl.zeros([COLUMNS], tl.float32)
+    if BOUNDED:
+        low = tl.load(beta + column, mask=column < D, other=0.0).to(tl.float32)
+    low = low[None, :]
+    of_beta = tl.zeros([COLUMNS], tl.float32)
+    for i in range(0, SIZE, ROWS):
+        row = segment * SIZE + i + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (column < D)[None, :]
+        at = row[:, None] * D + column[None, :]
+        tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        dlog = tl.load(dlog_f + at, mask=mask, other=0.0).to(tl.float32)
+        small, rest, top = _forget(tx, low)
+        dkey = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for part in tl.static_range(PARTS):
+            tc = tl.load(c + at * PARTS + part, mask=mask, other=0.0).to(tl.float32)
+            gradient = tl.load(dinputs + at * PARTS + part, mask=mask, other=0.0).to(tl.float32)
+            value, slope = activate_and_differentiate(tc, "silu")
+            dkey += gradient * value
+            tl.store(dc + at * PARTS + part, (gradient * slope * (1.0 - low) * rest).to(dc.dtype.element_ty), mask=mask)
+        first = tl.where(tx >= 0.0, 1.0, small)
+        share = first / top if BOUNDED else 1.0  # s / f
+        gradient = (1.0 - low) * rest * (dlog * share - dkey * (first / (1.0 + small)))
+        tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=mask)
+        if BOUNDED:
+            of_beta += tl.sum(tl.where(mask, rest * (dlog * ((1.0 + small) / top) - dkey), 0.0), 0)
+    if BOUNDED:
+        tl.store(sums + segment * D + column, of_beta, mask=column < D)

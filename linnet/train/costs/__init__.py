@@ -183,6 +183,7 @@ def _kernels(fused: bool) -> Iterator[None]:
             (activation, "gated_reference", lambda gate, x, _: _Kernel.apply([(x.shape, x.dtype)], gate, x)),
             (activation, "log_sigmoid_reference", lambda x, _: _Kernel.apply([(x.shape, torch.float32)], x)),
             (activation, "softplus_steps_reference", _softplus_steps),
+            (activation, "forget_inputs_reference", _forget_inputs),
         ]
     before = [getattr(module, name) for module, name, _ in places]
     try:
@@ -232,6 +233,10 @@ class _Norm(torch.autograd.Function):
 
 def _softplus_steps(x, rates, bias, _):
     return _Kernel.apply([(x.shape, torch.float32)] * 2, x, rates, bias)
+
+
+def _forget_inputs(c, x, beta):
+    return _Kernel.apply([(c.shape, torch.float32), (x.shape, torch.float32)], c, x, beta)
 
 
 def _norm(x, weight, eps, gate, gate_activation, residual, dtype, gate_first):

@@ -22,15 +22,15 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.config import Epsilon, added
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, carried, last_linear, register_mixer
-from linnet.layers.lower_bound import LowerBounds, forget_gate
+from linnet.layers.lower_bound import LowerBounds
 from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.positions import Grid, geometric_frequencies
 from linnet.ops import diagonal_scan, diagonal_step
+from linnet.ops.activation import forget_inputs, gated_activation
 from linnet.ops.scans import ORDERS, Order
 from linnet.ops.tensor_parallel import own_part
 
@@ -329,16 +329,16 @@ class Hgrn(Mixer):
             beta = own_part(self.bounds[0](self.index, "inclusive"), -1, self.tp)
             if self.config.expand > 1:
                 beta = beta.repeat(self.config.expand)
-        log_decay, k = forget_gate(self.f_proj(x), beta)
-        c = F.silu(self.in_proj(x))
+        logits, c = self.f_proj(x), self.in_proj(x)
         if self.config.complex:  # neighbouring features are the real and the imaginary part
-            return c.unflatten(-1, (self.d_model, 2)) * k.unsqueeze(-1), log_decay
-        return c * k, log_decay
+            c = c.unflatten(-1, (self.d_model, 2))
+        return forget_inputs(c, logits, beta)
 
     def _read(self, h: Tensor, x: Tensor) -> Tensor:
         if self.config.complex:
             h = h.transpose(-1, -2).flatten(-2)
-        h, gate = h.to(x.dtype), F.silu(self.gate_proj(x))
-        if self.sums:
-            return self.out_proj(self.norm((h * gate).unflatten(-1, (self.config.expand, self.d_model)).sum(-2)))
-        return self.out_proj(self.norm(h) * gate if self.config.norm_first else self.norm(h * gate))
+        h, gate = h.to(x.dtype), self.gate_proj(x)
+        if self.config.norm_first:
+            return self.out_proj(gated_activation(gate, self.norm(h), "silu"))
+        y = gated_activation(gate, h, "silu")
+        return self.out_proj(self.norm(y.unflatten(-1, (self.config.expand, self.d_model)).sum(-2) if self.sums else y))
