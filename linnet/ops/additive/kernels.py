@@ -159,7 +159,7 @@ def link_kernel(
     R: tl.constexpr, HAS_INITIAL: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Adds what comes before a segment to its `boundaries`."""
-    _, n, h, nh, g, begin, _, chunks, per = locate(offsets, T, N, G, H, 1, 1, C, DOCUMENTS)
+    block, n, h, nh, g, begin, length, chunks, per = locate(offsets, T, N, G, H, 1, 1, C, DOCUMENTS)
     first, last = tl.minimum(g * per, chunks), tl.minimum((g + 1) * per, chunks)
     i = tl.arange(0, PK)
     reference = tl.full([PK], NOTHING, tl.float32)
