@@ -84,7 +84,7 @@ class ZeroCentredRMSNorm(SRMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` over the last dimension, with the sum before it and the gate after it."""
+    """`torch.nn.LayerNorm` over the last dimension, with the sum before it and the gate around it."""
 
     def forward(  # type: ignore[override]
         self,
@@ -92,6 +92,7 @@ class LayerNorm(nn.LayerNorm):
         residual: Tensor | None = None,
         gate: Tensor | None = None,
         gate_activation: str = "none",
+        gate_first: bool = False,
         keep: bool = False,
         narrow: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -107,6 +108,7 @@ class LayerNorm(nn.LayerNorm):
             eps=self.eps,
             gate=gate,
             gate_activation=gate_activation,
+            gate_first=gate_first,
             residual=residual,
             keep=keep,
             narrow=narrow and self.weight is not None and (more or gate is not None),

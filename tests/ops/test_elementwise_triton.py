@@ -109,25 +109,27 @@ def check_branch(rows, width, gain, dtype=torch.bfloat16, device="cuda"):
 
 
 def check_gate_before_norm(rows, width, gain, activation="silu", dtype=torch.float32, device="cuda"):
-    """The norm of a gated input, as in Mamba-2; with gates that are columns of wider rows too."""
+    """The norms of a gated input, as in Mamba-2 and HGRN; with gates that are columns of wider rows too."""
     options = {"dtype": dtype, "device": device}
     x, wide = normal(rows, width, **options), normal(1, rows, 8 + width, **options)[0]
     weight = normal(width, device=device) if gain else None
 
-    def norm(x, weight, gate):
-        return rms_norm(x, weight, gate=gate, gate_activation=activation, gate_first=True)
+    def centred(x, weight, **more):
+        return layer_norm(x, weight, weight, eps=1e-3, **more)[0]
 
-    def apart(x, weight, gate):
-        return rms_norm(gated_activation(gate, x, activation), weight)
-
-    assert_agrees(norm, x, weight, wide[:, 8:].contiguous())
-    inputs = [x.double(), None if weight is None else weight.double(), wide[:, 8:].double()]
-    assert_near([norm(x, weight, wide[:, 8:])], [apart(*inputs)])
-    with launching("norm.forward_kernel"), use_backend("triton"):
-        norm(x, weight, wide[:, 8:])
-    for more in ({"residual": x}, {"keep": True}, {"gate": None}):
-        with pytest.raises(ValueError, match="gate_first needs a gate"):
-            rms_norm(x, weight, **{"gate": x, "gate_first": True} | more)
+    for norm in (rms_norm, centred):
+        gated = partial(norm, gate_activation=activation, gate_first=True)
+        assert_agrees(
+            lambda x, weight, gate, gated=gated: gated(x, weight, gate=gate), x, weight, wide[:, 8:].contiguous()
+        )
+        inputs = [x.double(), None if weight is None else weight.double(), wide[:, 8:].double()]
+        apart = norm(gated_activation(inputs[2], inputs[0], activation), inputs[1])
+        assert_near([gated(x, weight, gate=wide[:, 8:])], [apart])
+        with launching("norm.forward_kernel"), use_backend("triton"):
+            gated(x, weight, gate=wide[:, 8:])
+        for more in ({"residual": x}, {"keep": True}, {"gate": None}):
+            with pytest.raises(ValueError, match="gate_first needs a gate"):
+                norm(x, weight, **{"gate": x, "gate_first": True} | more)
 
 
 def check_layer_norm(rows, width, affine, activation, residual, dtype=torch.float32, device="cuda"):

@@ -185,14 +185,14 @@ _apply_softplus_steps = find_apply(_SoftplusSteps)
 
 
 def forget_inputs(c: Tensor, x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns (1 - f) silu(c) and log f of the forget gate f = beta + (1 - beta) sigmoid(x), at least in float32.
+    """Returns (1 - f) silu(c), in the dtype of c, and log f of the forget gate f = beta + (1 - beta) sigmoid(x).
 
     On a GPU in eager mode one kernel does it and one its backward, which keep nothing but the arguments; elsewhere, and
     for a compiler, it is a composition of PyTorch's functions.
 
     Args:
         c: [..., D] or [..., D, 2], the candidates before their activation: of a complex state both parts.
-        x: [..., D], gate logits.
+        x: [..., D], gate logits; log f is float32 (float64 for float64 logits).
         beta: [D], lower bound in (0, 1); None for 0.
 
     Raises:
@@ -214,7 +214,7 @@ def forget_inputs(c: Tensor, x: Tensor, beta: Tensor | None) -> tuple[Tensor, Te
 def forget_inputs_reference(c: Tensor, x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `forget_inputs`: the composition of PyTorch's functions."""
     log_f, k = forget_gate(x, beta)
-    return F.silu(c) * (k if c.ndim == x.ndim else k.unsqueeze(-1)), log_f
+    return (F.silu(c) * (k if c.ndim == x.ndim else k.unsqueeze(-1))).to(c.dtype), log_f
 
 
 class _ForgetInputs(torch.autograd.Function):

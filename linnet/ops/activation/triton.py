@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.device import activate, activate_and_differentiate, after_previous, clamp, log1p, silu, softplus
+from linnet.ops.device import activate, activate_and_differentiate, after_previous, clamp, silu, softplus
 from linnet.ops.launching import Launcher, align, align_rows, align_slices, cdiv, next_power_of_2
 
 BLOCK, WARPS = 2048, 4
@@ -95,9 +95,9 @@ def _plan_steps(programs: int, columns: int, heads: int, hop: int, dtype, of_rat
 
 
 def forget_inputs_forward(c: Tensor, x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(1 - f) silu(c), shaped like c, and log f, both in float32."""
+    """(1 - f) silu(c), like c, and log f in float32."""
     c, x, beta = map(align, (c, x, beta))
-    inputs, log_f = (torch.empty(y.shape, dtype=torch.float32, device=y.device) for y in (c, x))
+    inputs, log_f = torch.empty_like(c), torch.empty_like(x, dtype=torch.float32)
     key = x.shape[-1], c.numel() // x.numel(), c.dtype, x.dtype, None if beta is None else beta.dtype, x.device
     _plan_forget(cdiv(x.numel(), BLOCK), *key, None)(c, x, beta, inputs, log_f, x.numel())
     return inputs, log_f
@@ -228,11 +228,11 @@ def softplus_steps_backward_kernel(
 
 @triton.jit
 def _forget(x, beta):
-    """With small = exp(-|x|): small, 1 - sigmoid(x), and f (1 + small), which is above 0, so that 0 / f is not NaN."""
+    """With small = exp(-|x|): small, 1 / (1 + small), 1 - sigmoid(x), and f (1 + small), above 0: 0 / f is 0."""
     small = tl.exp(-tl.abs(x))
-    rest = tl.where(x >= 0.0, small, 1.0) / (1.0 + small)
+    share = 1.0 / (1.0 + small)
     top = tl.where(x >= 0.0, 1.0 + beta * small, small + beta)
-    return small, rest, tl.where(top < 1e-37, 1e-37, top)
+    return small, share, tl.where(x >= 0.0, small, 1.0) * share, tl.where(top < 1e-37, 1e-37, top)
 
 
 @triton.jit
@@ -247,15 +247,18 @@ def forget_inputs_kernel(
     low = tl.zeros([BLOCK], tl.float32)
     if BOUNDED:
         low = tl.load(beta + at % D, mask=mask, other=0.0).to(tl.float32)
-    small, rest, top = _forget(tx, low)
+    small, share, rest, top = _forget(tx, low)
     key = (1.0 - low) * rest
-    # 1 - f keeps its digits where f is near 1, and f where it is small.
-    far = tl.log(top) if BOUNDED else tl.minimum(tx, 0.0)
-    near = tl.where(key < 0.5, key, 0.0)
-    tl.store(log_f + at, tl.where(key < 0.5, log1p(-near), far - log1p(small)), mask=mask)
+    # One logarithm, from what has all digits: 1 - f where f is near 1, else f, or without a bound exp(x).
+    near = key < 0.5
+    whole = tl.where(near, 1.0 - key, top * share if BOUNDED else 1.0 + small)
+    lost = tl.where(near, -key, 0.0 if BOUNDED else small)
+    lost = tl.where(near | (not BOUNDED), (lost - (whole - 1.0)) / whole, 0.0)
+    log = tl.log(whole) + lost
+    tl.store(log_f + at, log if BOUNDED else tl.where(near, log, tx - log), mask=mask)
     for part in tl.static_range(PARTS):
         tc = tl.load(c + at * PARTS + part, mask=mask, other=0.0).to(tl.float32)
-        tl.store(inputs + at * PARTS + part, silu(tc) * key, mask=mask)
+        tl.store(inputs + at * PARTS + part, (silu(tc) * key).to(inputs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -281,7 +284,8 @@ def forget_inputs_backward_kernel(
         at = row[:, None] * D + column[None, :]
         tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         dlog = tl.load(dlog_f + at, mask=mask, other=0.0).to(tl.float32)
-        small, rest, top = _forget(tx, low)
+        small, share, rest, top = _forget(tx, low)
+        inverse = 1.0 / top
         dkey = tl.zeros([ROWS, COLUMNS], tl.float32)
         for part in tl.static_range(PARTS):
             tc = tl.load(c + at * PARTS + part, mask=mask, other=0.0).to(tl.float32)
@@ -290,10 +294,10 @@ def forget_inputs_backward_kernel(
             dkey += gradient * value
             tl.store(dc + at * PARTS + part, (gradient * slope * (1.0 - low) * rest).to(dc.dtype.element_ty), mask=mask)
         first = tl.where(tx >= 0.0, 1.0, small)
-        share = first / top if BOUNDED else 1.0  # s / f
-        gradient = (1.0 - low) * rest * (dlog * share - dkey * (first / (1.0 + small)))
+        ratio = first * inverse if BOUNDED else 1.0  # s / f
+        gradient = (1.0 - low) * rest * (dlog * ratio - dkey * (first * share))
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=mask)
         if BOUNDED:
-            of_beta += tl.sum(tl.where(mask, rest * (dlog * ((1.0 + small) / top) - dkey), 0.0), 0)
+            of_beta += tl.sum(tl.where(mask, rest * (dlog * ((1.0 + small) * inverse) - dkey), 0.0), 0)
     if BOUNDED:
         tl.store(sums + segment * D + column, of_beta, mask=column < D)

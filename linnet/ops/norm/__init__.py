@@ -55,9 +55,7 @@ def rms_norm(
         ValueError: shapes that do not go together, an unknown activation, `gate_first` without a gate, or with a
             residual or `keep`.
     """
-    _check("rms_norm", x, {"weight": weight}, gate, gate_activation, residual)
-    if gate_first and (gate is None or residual is not None or keep):
-        raise ValueError("rms_norm: gate_first needs a gate, and takes no residual and no keep")
+    _check("rms_norm", x, {"weight": weight}, gate, gate_activation, residual, gate_first, keep)
     dtype = product_dtype(x, x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
     tensors, keep = (x, weight, gate, residual), keep or residual is not None
     if is_plain(tensors) and _has_kernel(*tensors):
@@ -109,7 +107,11 @@ def _check(
     gate: Tensor | None,
     gate_activation: str,
     residual: Tensor | None,
+    gate_first: bool = False,
+    keep: bool = False,
 ) -> None:
+    if gate_first and (gate is None or residual is not None or keep):
+        raise ValueError(f"{op}: gate_first needs a gate, and takes no residual and no keep")
     for name, gain in gains.items():
         if gain is not None and gain.shape != x.shape[-1:]:
             raise ValueError(f"{op}: {name} has shape {list(gain.shape)}; give [{x.shape[-1]}], one a feature")
@@ -173,6 +175,7 @@ def layer_norm(
     eps: float = 1e-5,
     gate: Tensor | None = None,
     gate_activation: str = "none",
+    gate_first: bool = False,
     residual: Tensor | None = None,
     keep: bool = False,
     narrow: bool = False,
@@ -188,6 +191,7 @@ def layer_norm(
         weight, bias: [D], both or neither.
         gate: as x; multiplies the result after its activation.
         gate_activation: none, sigmoid or silu.
+        gate_first: as in `rms_norm`.
         residual: as x.
         keep: as in `rms_norm`: what reads x beside the norm should read the returned h.
         narrow: matrix products alone read y, so that under autocast the kernels may give it in autocast's dtype.
@@ -196,11 +200,11 @@ def layer_norm(
         y and h, in the dtype of h, but for `narrow`.
 
     Raises:
-        ValueError: shapes that do not go together, an unknown activation, a weight without a bias or the reverse.
+        ValueError: as `rms_norm`, or a weight without a bias or the reverse.
 
     Source: arXiv:1607.06450.
     """
-    _check("layer_norm", x, {"weight": weight, "bias": bias}, gate, gate_activation, residual)
+    _check("layer_norm", x, {"weight": weight, "bias": bias}, gate, gate_activation, residual, gate_first, keep)
     if (weight is None) != (bias is None):
         raise ValueError("layer_norm: give weight and bias, or neither")
     tensors = (x, weight, bias, gate, residual)
@@ -211,14 +215,19 @@ def layer_norm(
         if torch.is_autocast_enabled(x.device.type):  # PyTorch's layer_norm gives float32 there
             dtype = torch.get_autocast_dtype(x.device.type) if narrow else torch.float32
         apply = _LayerNorm.apply if torch.compiler.is_compiling() else _apply_layer_norm
-        constants = float(eps), gate_activation, str(dtype).removeprefix("torch."), keep or residual is not None
+        name = str(dtype).removeprefix("torch.")
+        constants = float(eps), gate_activation, gate_first, name, keep or residual is not None
         y, h = apply(*tensors, *constants)
         return y, x if h is None else h
-    return layer_norm_reference(x, weight, bias, eps, gate, gate_activation, residual, narrow)
+    return layer_norm_reference(x, weight, bias, eps, gate, gate_activation, residual, narrow, gate_first)
 
 
-def layer_norm_reference(x, weight, bias, eps, gate, gate_activation, residual, narrow) -> tuple[Tensor, Tensor]:
+def layer_norm_reference(
+    x, weight, bias, eps, gate, gate_activation, residual, narrow, gate_first
+) -> tuple[Tensor, Tensor]:
     """y and h, as `layer_norm`; the product that follows makes y narrow."""
+    if gate_first:
+        x, gate = x * ACTIVATIONS[gate_activation](gate), None
     h = x if residual is None else x + residual
     y = F.layer_norm(h, h.shape[-1:], weight, bias, eps)
     return (y if gate is None else y * ACTIVATIONS[gate_activation](gate)), h
@@ -235,27 +244,29 @@ def _has_layer_norm_kernel(x: Tensor, *more: Tensor | None) -> bool:
     return low and alike
 
 
-def _run_layer_norm(x, weight, bias, gate, residual, eps, gate_activation, dtype) -> tuple[Tensor, Tensor]:
+def _run_layer_norm(x, weight, bias, gate, residual, eps, gate_activation, gate_first, dtype) -> tuple[Tensor, Tensor]:
     kernels = importlib.import_module("linnet.ops.norm.triton")
-    dtype = getattr(torch, dtype)
-    y, h = kernels.norm_forward(x, weight, gate, residual, eps, gate_activation, dtype, bias, center=True)
+    settings = eps, gate_activation, getattr(torch, dtype), bias
+    y, h = kernels.norm_forward(x, weight, gate, residual, *settings, center=True, gate_first=gate_first)
     return y, no_state(x) if residual is None else h  # an op may not return its argument
 
 
-def _run_layer_norm_backward(h, weight, bias, gate, dy, dh, eps, gate_activation, dtype, learns) -> tuple[Tensor, ...]:
+def _run_layer_norm_backward(
+    h, weight, bias, gate, dy, dh, eps, gate_activation, gate_first, dtype, learns
+) -> tuple[Tensor, ...]:
     kernels = importlib.import_module("linnet.ops.norm.triton")
-    d, dgains, dgate, dx = kernels.norm_backward(
-        h, weight, gate, dy, dh, eps, gate_activation, learns, getattr(torch, dtype), bias, center=True
-    )
+    settings = eps, gate_activation, learns, getattr(torch, dtype), bias
+    d, dgains, dgate, dx = kernels.norm_backward(h, weight, gate, dy, dh, *settings, center=True, gate_first=gate_first)
     return d, *(no_state(h) if x is None else x for x in (None if dx is d else dx, dgains, dgate))
 
 
 _layer_norm_forward = register_plain(
     "layer_norm",
-    "Tensor x, Tensor? weight, Tensor? bias, Tensor? gate, Tensor? residual, float eps, str gate_activation, str dtype",
+    "Tensor x, Tensor? weight, Tensor? bias, Tensor? gate, Tensor? residual, float eps, str gate_activation, "
+    "bool gate_first, str dtype",
     2,
     _run_layer_norm,
-    lambda x, weight, bias, gate, residual, eps, gate_activation, dtype: (
+    lambda x, weight, bias, gate, residual, eps, gate_activation, gate_first, dtype: (
         empty_like(x).to(getattr(torch, dtype)),
         no_state(x) if residual is None else empty_like(x).to(torch.promote_types(x.dtype, residual.dtype)),
     ),
@@ -263,10 +274,10 @@ _layer_norm_forward = register_plain(
 _layer_norm_backward = register_plain(
     "layer_norm_backward",
     "Tensor h, Tensor? weight, Tensor? bias, Tensor? gate, Tensor dy, Tensor? dh, float eps, str gate_activation, "
-    "str dtype, bool learns",
+    "bool gate_first, str dtype, bool learns",
     4,
     _run_layer_norm_backward,
-    lambda h, weight, bias, gate, dy, dh, eps, gate_activation, dtype, learns: (
+    lambda h, weight, bias, gate, dy, dh, eps, gate_activation, gate_first, dtype, learns: (
         empty_like(h),
         no_state(h) if getattr(torch, dtype) == h.dtype else empty_like(h).to(getattr(torch, dtype)),
         weight.new_empty(2, *weight.shape) if learns else no_state(h),
@@ -279,11 +290,11 @@ class _LayerNorm(torch.autograd.Function):
     """Of two registered ops, so that a compiler traces it."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, gate, residual, eps, gate_activation, dtype, keep):
-        y, h = _layer_norm_forward(x, weight, bias, gate, residual, eps, gate_activation, dtype)
+    def forward(ctx, x, weight, bias, gate, residual, eps, gate_activation, gate_first, dtype, keep):
+        y, h = _layer_norm_forward(x, weight, bias, gate, residual, eps, gate_activation, gate_first, dtype)
         h = x if residual is None else h
         ctx.save_for_backward(h, weight, bias, gate)
-        ctx.constants = eps, gate_activation
+        ctx.constants = eps, gate_activation, gate_first
         ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         return y, (h.view_as(h) if keep else None)
@@ -300,7 +311,7 @@ class _LayerNorm(torch.autograd.Function):
         dx = d if of_x == h.dtype else dx
         dweight, dbias = (dgains[0], dgains[1]) if learns else (None, None)
         dresidual = None if of_residual is None else d.to(of_residual)
-        return dx, dweight, dbias, None if gate is None else dgate, dresidual, None, None, None, None
+        return dx, dweight, dbias, None if gate is None else dgate, dresidual, *[None] * 5
 
 
 _apply_layer_norm = find_apply(_LayerNorm)

@@ -236,14 +236,14 @@ def _softplus_steps(x, rates, bias, _):
 
 
 def _forget_inputs(c, x, beta):
-    return _Kernel.apply([(c.shape, torch.float32), (x.shape, torch.float32)], c, x, beta)
+    return _Kernel.apply([(c.shape, c.dtype), (x.shape, torch.float32)], c, x, beta)
 
 
 def _norm(x, weight, eps, gate, gate_activation, residual, dtype, gate_first):
     return _Norm.apply(x, weight, gate, residual, dtype)
 
 
-def _layer_norm(x, weight, bias, eps, gate, gate_activation, residual, narrow):
+def _layer_norm(x, weight, bias, eps, gate, gate_activation, residual, narrow, gate_first):
     low = torch.is_autocast_enabled("cpu")  # of the fake tensors
     dtype = torch.promote_types(x.dtype, x.dtype if residual is None else residual.dtype)
     if low:

@@ -338,7 +338,7 @@ class Hgrn(Mixer):
         if self.config.complex:
             h = h.transpose(-1, -2).flatten(-2)
         h, gate = h.to(x.dtype), self.gate_proj(x)
-        if self.config.norm_first:
-            return self.out_proj(gated_activation(gate, self.norm(h), "silu"))
-        y = gated_activation(gate, h, "silu")
-        return self.out_proj(self.norm(y.unflatten(-1, (self.config.expand, self.d_model)).sum(-2) if self.sums else y))
+        if not self.sums:
+            return self.out_proj(self.norm(h, gate=gate, gate_activation="silu", gate_first=not self.config.norm_first))
+        y = gated_activation(gate, h, "silu").unflatten(-1, (self.config.expand, self.d_model))
+        return self.out_proj(self.norm(y.sum(-2)))
