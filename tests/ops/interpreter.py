@@ -1,6 +1,7 @@
 """Runs test files as programs in Triton's interpreter, each in a fork of one process that imported PyTorch once.
 
-Reads the path of a file a line and answers with a line of JSON: how it ended and what it wrote.
+Reads the path of a file a line and answers with a line of JSON: how it ended, what it wrote, and the variants of
+Linnet's kernels that it started.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import runpy
 import sys
 import tempfile
 import traceback
+from typing import IO
 
 import numpy
 import pytest  # noqa: F401
@@ -150,9 +152,43 @@ def check_bounds() -> None:
     builder.create_atomic_cas, builder.create_atomic_rmw = checked_swap, checked_update
 
 
-def run(path: str) -> None:
-    """Calls the file as Python calls a program, and ends the process."""
+def note_variants() -> dict[str, tuple]:
+    """Lists the kernels that start from now on, each variant once: module, name, types of what a call gives (None for
+    what is absent, a number for a constant of the call), constants, with dtypes by name, and options."""
+    from triton.language import dtype
+
+    from linnet.ops.launching import Launcher
+
+    variants, call = {}, Launcher.__call__
+
+    def type_of(x):
+        if isinstance(x, torch.Tensor):
+            return f"*{TYPES[x.dtype]}"
+        return "fp32" if isinstance(x, float) else x
+
+    def start(self, *arguments):
+        function = getattr(self.kernel, "fn", self.kernel)
+        if function.__module__.startswith("linnet."):
+            constants = [{"dtype": x.name} if isinstance(x, dtype) else x for x in self._fixed]
+            overlaps = [True] if self._may_overlap else []
+            variant = function.__module__, function.__name__, [*map(type_of, arguments)], [*constants, *overlaps]
+            variants[repr(variant)] = (*variant, self.options)
+        return call(self, *arguments)
+
+    Launcher.__call__ = start
+    return variants
+
+
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int8: "i8",
+    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8",
+}  # fmt: skip
+
+
+def run(path: str, notes: IO[str]) -> None:
+    """Calls the file as Python calls a program, writes the variants as JSON, and ends the process."""
     sys.path.insert(0, os.path.dirname(path))
+    variants = note_variants()
     torch.manual_seed(0)  # as before every test: see tests/conftest.py
     try:
         runpy.run_path(path, run_name="__main__")
@@ -160,8 +196,9 @@ def run(path: str) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    json.dump(list(variants.values()), notes)
+    for file in (notes, sys.stdout, sys.stderr):
+        file.flush()
     os._exit(code)
 
 
@@ -173,11 +210,13 @@ if __name__ == "__main__":
     gc.freeze()  # what was imported stays
     gc.set_threshold(20_000, 20, 100)
     for line in sys.stdin:
-        with tempfile.TemporaryFile() as output:
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile("w+") as notes:
             if (pid := os.fork()) == 0:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
-                run(line.strip())
+                run(line.strip(), notes)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             output.seek(0)
-            print(json.dumps({"code": code, "output": output.read().decode(errors="replace")}), flush=True)
+            notes.seek(0)
+            answer = {"code": code, "output": output.read().decode(errors="replace")}
+            print(json.dumps(answer | {"variants": json.loads(notes.read() or "[]")}), flush=True)
