@@ -13,6 +13,7 @@ from linnet.ops.launching import Launcher, align, align_rows, align_slices, cdiv
 
 BLOCK, WARPS = 2048, 4
 SEGMENT, COLUMNS = 256, 128  # rows and columns whose sums a program has
+FORGET_SEGMENT, FORGET_COLUMNS = 64, 512  # the same in the backward of `forget_inputs`
 
 
 def supports(gate: Tensor, x: Tensor, activation: str) -> bool:
@@ -108,7 +109,7 @@ def forget_inputs_backward(c, x, beta: Tensor | None, dinputs, dlog_f) -> tuple[
     c, x, beta, *gradients = map(align, (c, x, beta, dinputs, dlog_f))
     dc, dx, D = torch.empty_like(c), torch.empty_like(x), x.shape[-1]
     rows = x.numel() // D
-    segments = cdiv(rows, SEGMENT)
+    segments = cdiv(rows, FORGET_SEGMENT)
     sums = None if beta is None else torch.empty(segments, D, dtype=torch.float32, device=x.device)
     key = D, c.numel() // x.numel(), c.dtype, x.dtype, None if beta is None else beta.dtype, x.device
     _plan_forget(segments, *key, tuple(y.dtype for y in gradients))(c, x, beta, *gradients, dc, dx, sums, rows)
@@ -121,8 +122,8 @@ def _plan_forget(programs: int, columns: int, parts: int, of_c, of_x, of_beta, d
     constants = columns, parts, of_beta is not None
     if gradients is None:
         return Launcher(forget_inputs_kernel, programs, (*constants, BLOCK), num_warps=WARPS)
-    block = min(COLUMNS, next_power_of_2(columns))
-    constants += block, BLOCK // block, SEGMENT
+    block = min(FORGET_COLUMNS, next_power_of_2(columns))
+    constants += block, FORGET_COLUMNS // block, FORGET_SEGMENT
     return Launcher(forget_inputs_backward_kernel, programs * cdiv(columns, block), constants, num_warps=WARPS)
 
 
