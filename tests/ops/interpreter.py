@@ -153,36 +153,26 @@ def check_bounds() -> None:
 
 
 def note_variants() -> dict[str, tuple]:
-    """Lists the kernels that start from now on, each variant once: module, name, types of what a call gives (None for
-    what is absent, a number for a constant of the call), constants, with dtypes by name, and options."""
+    """Collects the kernels that start from now on, each variant once: module, name, arguments and options of a launch,
+    as `translation.translate` takes them, with dtypes by name."""
+    from translation import describe
     from triton.language import dtype
 
     from linnet.ops.launching import Launcher
 
     variants, call = {}, Launcher.__call__
 
-    def type_of(x):
-        if isinstance(x, torch.Tensor):
-            return f"*{TYPES[x.dtype]}"
-        return "fp32" if isinstance(x, float) else x
-
     def start(self, *arguments):
         function = getattr(self.kernel, "fn", self.kernel)
         if function.__module__.startswith("linnet."):
-            constants = [{"dtype": x.name} if isinstance(x, dtype) else x for x in self._fixed]
             overlaps = [True] if self._may_overlap else []
-            variant = function.__module__, function.__name__, [*map(type_of, arguments)], [*constants, *overlaps]
+            values = [{"dtype": x.name} if isinstance(x, dtype) else x for x in (*self._fixed, *overlaps)]
+            variant = function.__module__, function.__name__, [*map(describe, arguments), *values]
             variants[repr(variant)] = (*variant, self.options)
         return call(self, *arguments)
 
     Launcher.__call__ = start
     return variants
-
-
-TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int8: "i8",
-    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8",
-}  # fmt: skip
 
 
 def run(path: str, notes: IO[str]) -> None:

@@ -373,8 +373,10 @@ def test_debug_looks_at_offsets():
 
 @pytest.mark.parametrize("theta", [False, True])
 @pytest.mark.parametrize("state", [False, True])
-def test_kernels_for_hopper_get_as_many_arguments_as_they_take(theta, state, monkeypatch):
-    """Triton's interpreter does not run them, so that without a GPU this is all that is known of a launch."""
+def test_the_compiler_takes_kernels_for_hopper(theta, state, monkeypatch):
+    """Triton's interpreter does not run them, so that without a GPU this is all that is known of them."""
+    from translation import translate_launch
+
     from linnet.ops.additive import hopper
     from linnet.ops.additive.launch import Call
 
@@ -382,11 +384,11 @@ def test_kernels_for_hopper_get_as_many_arguments_as_they_take(theta, state, mon
     call, started = Call.of(*inputs, cuts, scale), []
     monkeypatch.setattr(hopper, "launch_all", started.extend)
     monkeypatch.setattr("linnet.ops.additive.launch.sum_shares", lambda shares, dtype: shares.sum((0, 2)).to(dtype))
-    _, *end = hopper.forward(call, S, z, state)
+    _, *end = hopper.forward(call, S, z, True)
     hopper.backward(call, *gradients, S, z, end[0], call.theta)
     assert len(started) == 4
-    for kernel, _, tensors, numbers, constants, _ in started:
-        assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel
+    for *call, options in started:
+        translate_launch(*call, **options)
 
 
 @pytest.mark.parametrize("theta, positions", [(False, False), (True, False), (True, True)])

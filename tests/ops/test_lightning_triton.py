@@ -158,6 +158,29 @@ def test_few_heads_of_64():
     assert_agrees(30, 704, 64, 64, decay="mixed", kernel="lightning.narrow_kernel")
 
 
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("T, K, V", [(256, 64, 64), (256, 128, 128), (256, 256, 256), (256, 128, 64), (8192, 64, 64)])
+def test_the_compiler_takes_kernels_for_hopper(T, K, V, state, monkeypatch):
+    """Triton's interpreter does not run them, so that without a GPU this is all that is known of them."""
+    from translation import translate_launch
+
+    from linnet.ops.lightning import triton
+
+    def start(self, *arguments):
+        started.add(self.name)
+        translate_launch(self.kernel, self.grid, arguments, (), self.constants, **self.options)
+
+    started = set()
+    monkeypatch.setattr(triton, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton.Launcher, "__call__", start)
+    triton._plan.cache_clear()
+    inputs, gradients = make(1, T, K, V, state=state, device="cpu")
+    triton.lightning_forward(*inputs)
+    triton.lightning_backward(*inputs, *gradients)
+    triton._plan.cache_clear()  # of launches for Hopper on a CPU
+    assert started & {"lightning.hopper_kernel", "lightning.narrow_kernel"}
+
+
 @gpu
 @pytest.mark.parametrize("T", [64, 100, 1000])
 def test_many_wide_heads(T):
