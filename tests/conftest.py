@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 # Tests make runs with plugins; these must not enter the user's own list of trusted files.
-os.environ["LINNET_CONFIG_HOME"] = tempfile.mkdtemp(prefix="linnet-tests-")
+_config_home = tempfile.TemporaryDirectory(prefix="linnet-tests-")  # goes at the end of the process
+os.environ["LINNET_CONFIG_HOME"] = _config_home.name
 
 # Read when numpy and torch are imported, here and in processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
