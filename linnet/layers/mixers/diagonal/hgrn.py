@@ -282,7 +282,7 @@ class Hgrn(Mixer):
         return self._read(h, x), (None if state is None else {"hidden": hidden})
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        inputs, log_decay = self._project(x)
+        inputs, log_decay = self._project(x, one_token=True)
         h = diagonal_step(inputs, log_decay, state["hidden"], theta=self.theta)
         return self._read(h, x), state
 
@@ -323,10 +323,11 @@ class Hgrn(Mixer):
         forwards = tuple(order for order in self.orders if not order.backwards)
         return run(self.theta, forwards) + run(self.theta_backwards, backwards)
 
-    def _project(self, x: Tensor):
+    def _project(self, x: Tensor, one_token: bool = False):
         beta = None
         if self.bounds and self.index:
-            beta = own_part(self.bounds[0](self.index, "inclusive"), -1, self.tp)
+            bounds = self.bounds[0].constant if one_token else self.bounds[0]
+            beta = own_part(bounds(self.index, "inclusive"), -1, self.tp)
             if self.config.expand > 1:
                 beta = beta.repeat(self.config.expand)
         logits, c = self.f_proj(x), self.in_proj(x)
