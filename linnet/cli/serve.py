@@ -80,7 +80,7 @@ def serve(
         devices: GPUs of this machine, each with the whole model and its own slots.
         dtype: float32 or bfloat16 (default: bfloat16 on a GPU, else float32).
         state_dtype: float32 or bfloat16, of the recurrent states of slots; bfloat16 takes half
-            their memory, and rounds at each token (mixers of the delta rule, and Mamba-2).
+            their memory, and rounds a state when it is written (mixers of the delta rule, and Mamba-2).
         compile_: Compile the decoding step first.
     """
     from pydantic import SecretStr

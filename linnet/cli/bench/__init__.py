@@ -49,8 +49,8 @@ def generate(
         repeats: Timed runs of a case (Figure 5: 20); medians count.
         context: Also time tokens after a prompt of this length, at the first batch; may be given again.
         context_new: Tokens to generate after each --context.
-        peer: [bold]transformers[/], [bold]transformers-static[/]: its Llama; [bold]fla[/]: its HGRN2; may be given
-            again.
+        peer: Another library to time: [bold]transformers[/] (its Llama), [bold]transformers-static[/] (the same, with a
+            static cache, compiled) or [bold]fla[/] (its HGRN2); may be given again.
         peer_size: Size of the peers' models, such as 410m (default: the first model's).
         only_peers: Leave Linnet's models out.
         room: With --batch max: tokens that a sequence may grow to (default: prompt + new).

@@ -116,8 +116,8 @@ def text(
         run (RUN): A run folder, or a folder of linnet convert.
         paths (PATH): Files, folders or globs in quotes: text, JSONL or Parquet.
         method: carried: predict every token from all before it in its document, from state to state. windowed: from
-            those before it in a window. auto: carried if the state does not grow and no table of positions ends, else
-            windowed.
+            those before it in a window. auto: windowed if the state grows with the context or positions are a learned
+            table, else carried.
         window: Tokens per window, the predicted ones included (default: the training length, or 1024).
         stride: Tokens between windows (default: half a window).
         text_key: Key (JSONL) or column (Parquet) of the text.

@@ -136,7 +136,8 @@ def fit(
         smooth: Records averaged along a training curve (odd) (default: a 20th of the shortest).
         full_grid: Start the parametric fit from 4,500 points instead of 675.
         objective (log|raw): Fit the surface and over-training to log or raw losses.
-        delta: Threshold of their Huber loss; inf: squares (default: 1e-3; inf).
+        delta: Threshold of the Huber loss with which the surface and over-training are fitted; inf: squares (default:
+            1e-3; inf for over-training).
         unit (flops|pf-days): Unit of C in the printed laws.
         of (loss|perplexity): What the parabolas of --law allocation are fitted to.
         context: Tokens of context at which --law state counts caches (default: as in training).

@@ -71,7 +71,8 @@ def run(
         plan: Show the runs, their cost and their time; train nothing.
         propose ([ARCH:]QUANTITY): Train nothing; name the runs that narrow the interval of a quantity most per FLOP: a,
             b, E, alpha, beta, L(C), N_opt(C) or D_opt(C).
-        until (QUESTION): Then add such runs until the interval is reached: 'a +- 0.05', 'tnl: L(1e12) +- 1%'.
+        until (QUESTION): After the study, add the runs that --propose would name until an interval is reached:
+            'a +- 0.05', 'tnl: L(1e12) +- 1%'.
         at_most (COST): Largest cost of the runs that --until adds: FLOPs (2e13) or time (30min). Default: the FLOPs of
             CONFIG's runs.
         report: Write the report page at the end.

@@ -433,7 +433,7 @@ def score_documents(
 ) -> None:
     """Score every document by nats per letter and byte, with the state carried from its beginning to its end.
 
-    The score is stored as nats_per_byte beside the text. Documents under 64 bytes get none and are counted.
+    The scores are nats_per_byte and nats_per_letter, under extra. Documents under 64 bytes get none and are counted.
 
     Example: [bold]linnet corpus score unique --model runs/tnl-10m-1a2b3c4d5e6f --out scored[/]
 
@@ -587,7 +587,7 @@ def verdicts(
 
     Args:
         file (VERDICTS.json): The file that the review page saved.
-        pass_rate: Share of good documents that is asked for, from 0 to 1.
+        pass_rate: Share of good documents that is enough, from 0 to 1.
         as_json: Print one JSON object.
     """
     from linnet.corpus.scoring.sample import decide, read_verdicts
@@ -635,7 +635,7 @@ def loop(
     Args:
         config (CONFIG.yaml): The loop: source, train, keep.
         out: Folder of the rounds; the same command resumes in it.
-        rounds: Most rounds (default: as in CONFIG, or 3).
+        rounds: Rounds after which it stops at the latest (default: as in CONFIG, or 3).
         set_ (KEY=VALUE): Change a key, for example train.steps=300.
         anew: Remove the rounds of another loop in OUT.
         as_json: Print loop.json.

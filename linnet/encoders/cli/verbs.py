@@ -382,7 +382,7 @@ def evaluate_lra(
     cache: Path = Path("runs/cache"),
     running: Running,
 ) -> None:
-    """Score models on the Long Range Arena's test splits, and print its table: one row per architecture.
+    """Score models on the Long Range Arena's test splits, and print its table: one column per architecture.
 
     Each task has the accuracy of the last epoch and of the best one. The
     printed average divides by six, and a missing task counts as 0, as in paper

@@ -49,7 +49,7 @@ def data(
         task: One of the six in [bold]linnet mad list[/], such as in_context_recall, or mqar.
         set_ (KEY=VALUE): A variable of the task: vocab_size=32; may be given again.
         n: Samples to draw.
-        split (train|validation|test): No sample is in two splits.
+        split (train|validation|test): Split that the samples are of; no sample is in two.
         spec (paper|mad-lab): [bold]paper[/], or [bold]mad-lab[/]: the distributions of the published implementation.
         seed: The same seed gives the same bytes, on any machine.
         show: Samples to print.

@@ -346,7 +346,7 @@ def items(
     Args:
         paper (PAPER): 000 to 004; without ITEM, its items are listed.
         names (ITEM...): Items, such as table4; [bold]linnet reproduce 001[/] lists those of a paper.
-        scale (reduced|full): reduced: the declared small form; full: the paper's size.
+        scale (reduced|full): reduced: a small form, which says what it changes; full: the paper's size.
         plan: Show steps, runs, FLOPs, device-days and missing data of an item; start nothing.
         only (STEP,...): Only these steps of the item, and those that they follow; with commas between (default: all).
         data (NAME=FOLDER): Where data are that the item needs, such as wikitext-103=~/data/wt; may be given again.

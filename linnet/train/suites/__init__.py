@@ -141,7 +141,8 @@ class TextEvaluation(Evaluation):
         paths: files, folders, globs; none of them may be part of the training text.
         text_key: key (JSONL) or column (Parquet) of the text.
         most_bytes: score only this many bytes from the start, to save time; null: all.
-        method: `carried`, `windowed`, or `auto`: carried if the state does not grow and no table of positions ends.
+        method: `carried`, `windowed`, or `auto`: windowed if the state grows with the context or positions are a
+            learned table, else carried.
         window, stride: settings of windows, in tokens; default: the training length, and half a window.
     """
 
