@@ -36,8 +36,8 @@ data = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Prepare text (the default) or images for training, once, and show what they hold.",
-    epilog='Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/], in full linnet data text ...; a path '
-    "that is called text, chat, images, dna or lra is written ./text.",
+    epilog='Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/] is short for linnet data text ..., whose '
+    "--help lists the options. Write a path that has the name of a command as ./chat.",
 )
 
 
