@@ -95,6 +95,8 @@ class Config(BaseModel, metaclass=_Explained):
     )
 
     ELSEWHERE: typing.ClassVar[dict[str, str]] = {}  # keys that people try -> where to write it instead
+    # Keys that hold mappings -> which entries of the mapping have a setting of a name.
+    ENTRIES: typing.ClassVar[dict[str, typing.Callable[[str], list[str]]]] = {}
 
     @classmethod
     def extra_problems(cls, values: typing.Any) -> list[str]:
@@ -740,8 +742,10 @@ def _models_at(cls: type[BaseModel], path: typing.Iterable) -> set[type[BaseMode
 
 
 def _paths(cls: type[BaseModel], name: str, above: tuple[str, ...] = ()) -> list[str]:
-    """Returns where a configuration has a key of this name, as paths with dots, outside of lists and mappings."""
+    """Returns where a configuration has a key of this name, as paths with dots, outside of lists and most mappings."""
     paths = [".".join((*above, name))] if name in cls.model_fields else []
+    for key, having in getattr(cls, "ENTRIES", {}).items():
+        paths += [".".join((*above, key, entry, name)) for entry in having(name)]
     for key, field in cls.model_fields.items():
         parts = [field.annotation, *_alternatives(field.annotation)]
         for part in parts:

@@ -346,8 +346,19 @@ def test_a_key_at_another_level_comes_with_its_path():
 @pytest.mark.parametrize(
     "values, elsewhere, not_asked",
     [
-        ({"data": {"source": "stdlib", "window": 3}}, "'guard.window' is a key of another section", "did you mean"),
-        ({"guard": {"eps": 3}}, "'optimizer.eps' is a key of another section", "did you mean"),
+        (
+            {"data": {"source": "stdlib", "window": 3}},
+            "'guard.window' and 'model.options.attention.window' are keys of other sections",
+            "did you mean",
+        ),
+        ({"window": 3}, "did you mean 'guard.window' or 'model.options.attention.window'?", "known:"),
+        ({"num_heads": 3}, "did you mean 'model.options.LAYER.num_heads'?", "known:"),
+        (
+            {"guard": {"eps": 3}},
+            "'optimizer.eps' and 'model.options.LAYER.eps' are keys of other sections",
+            "did you mean",
+        ),
+        ({"guard": {"momentum": 3}}, "'optimizer.momentum' is a key of another section", "did you mean"),
         ({"guard": {"seed": 3}}, "did you mean 'seed' at the top level?", "data.seed"),
         ({"lr": 3}, "`optimizer.learning_rate`", "known:"),
     ],

@@ -430,6 +430,12 @@ def known_as(name: str, known: Iterable[str]) -> str | None:
     return (others | {_plain(layer): layer for layer in known}).get(_plain(name))
 
 
+def layers_with(option: str) -> list[str]:
+    """Returns the layer that has an option of this name, for messages; "LAYER" if there are several."""
+    layers = [name for name, cls in _ALL.items() if option in cls.Config.model_fields]
+    return layers if len(layers) <= 1 else ["LAYER"]
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """Returns the text of `nearest` about an unknown layer, which may have a known one's other name."""
     known = list(known)

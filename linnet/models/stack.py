@@ -25,7 +25,7 @@ from linnet.config import (
     parse,
     shown,
 )
-from linnet.layers.base import CHANNELS, MIXERS, SET, Bias, LayerContext, Mixer, nearest_name
+from linnet.layers.base import CHANNELS, MIXERS, SET, Bias, LayerContext, Mixer, layers_with, nearest_name
 from linnet.layers.norm import StackNorm
 from linnet.layers.positions import PositionKind, check_positions
 from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, shares, written
@@ -52,6 +52,8 @@ class StackConfig(Config):
         ("n_layers", "n_layer", "layers", "depth"),
         "write the layers in `layout`, for example 'tnl+sglu x6', or a pattern and `num_layers`",
     ) | {"tpe": "write the mixer `tpe` at the start of `layout`, and its values in `options.tpe`"}
+
+    ENTRIES: ClassVar = {"options": layers_with}
 
     # Of the class of a model and no keys: whether tokens see only those before them, and the axes of their grid.
     causal: ClassVar[bool] = True
