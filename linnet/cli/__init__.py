@@ -44,6 +44,9 @@ GOING_ON = "run the same command again to resume from what is saved"
 STOPPED = dict.fromkeys(("demo", "train", "study", *companions()), GOING_ON) | {
     "evaluate": f"results that were printed are saved; {ANEW}",
     "evaluate demo": GOING_ON,
+    "data lra": GOING_ON,
+    "data latents": GOING_ON,
+    "runs remove": "runs that were printed are removed; name the others again to remove them too",
 }
 UNSAVED = {"--plan", "--coordinate-check"}  # options with which a command that resumes saves nothing
 

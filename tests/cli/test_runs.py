@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.runs import RunFolder
+from linnet.runs import RunFolder, overview
 
 
 def call(*arguments: str, code: int = 0, **options) -> str:
@@ -164,6 +164,20 @@ def test_a_removal_that_is_stopped_at_any_file_goes_on(place, monkeypatch, remov
     assert len(done) == removed and Path("runs/a").exists()
     call("remove", "runs/a", "--yes")
     assert not Path("runs/a").exists()
+
+
+def test_a_removal_that_is_stopped_says_which_runs_to_name_again(place, monkeypatch):
+    remove = overview.remove
+
+    def stop_at_the_second(path):
+        if path == Path("runs/b"):
+            raise KeyboardInterrupt
+        remove(path)
+
+    monkeypatch.setattr(overview, "remove", stop_at_the_second)
+    said = call("remove", "runs/a", "runs/b", "runs/c", "--yes", code=130)
+    assert "runs/a\n" in said and "runs that were printed are removed; name the others again" in said
+    assert not Path("runs/a").exists() and Path("runs/b").exists() and Path("runs/c").exists()
 
 
 def test_remove_refuses_what_is_no_run_or_in_use(place, monkeypatch):

@@ -77,3 +77,14 @@ def test_a_killed_command_resumes_with_the_same_bytes(tmp_path):
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "killed" / path.name).read_bytes()
     assert {name: (tmp_path / "killed" / name).stat().st_mtime_ns for name in kept} == kept
+
+
+def test_a_stopped_command_says_that_it_resumes(tmp_path):
+    command = [sys.executable, "-m", "linnet", "data", "lra", "listops", "--out", str(tmp_path / "stopped")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not list((tmp_path / "stopped").glob("train-*.safetensors")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate()[1]
+    assert process.returncode == 130 and "run the same command again to resume" in said
