@@ -31,6 +31,8 @@ from linnet.config import (
     unwritable,
 )
 from linnet.encoders.config import MaskedConfig
+from linnet.layers import base
+from linnet.layers.base import CHANNELS
 from linnet.layers.channels.moe import MoeConfig
 from linnet.layers.mixers.linear.gla import GlaConfig
 from linnet.layers.mixers.linear.lightnet import LightnetConfig
@@ -348,10 +350,10 @@ def test_a_key_at_another_level_comes_with_its_path():
     [
         (
             {"data": {"source": "stdlib", "window": 3}},
-            "'guard.window' and 'model.options.attention.window' are keys of other sections",
+            "'guard.window' and 'model.options.",
             "did you mean",
         ),
-        ({"window": 3}, "did you mean 'guard.window' or 'model.options.attention.window'?", "known:"),
+        ({"window": 3}, "did you mean 'guard.window' or 'model.options.", "known:"),
         ({"num_heads": 3}, "did you mean 'model.options.LAYER.num_heads'?", "known:"),
         (
             {"guard": {"eps": 3}},
@@ -368,6 +370,11 @@ def test_a_key_of_a_section_beside_is_not_taken_for_the_one_that_was_meant(value
         parse(TrainConfig, {"model": {"d_model": 32, "layout": "tnl+sglu"}, **values})
     (line,) = caught.value.problems
     assert elsewhere in line and not_asked not in line
+
+
+def test_an_option_of_a_single_layer_is_named_with_it(monkeypatch):
+    monkeypatch.setattr(base, "_ALL", {name: CHANNELS[name] for name in ("swiglu", "moe")})
+    assert base.layers_with("num_experts") == ["moe"] and base.layers_with("inner") == ["LAYER"]
 
 
 def test_a_folder_is_tried_and_left_as_it_was(tmp_path, monkeypatch):

@@ -410,7 +410,7 @@ def test_every_process_of_the_package_is_started_without_the_current_folder():
             assert "safe_path()" in text, path
 
 
-@pytest.mark.parametrize("page", ["docs/distributed.md", "docs/training.md", "linnet/cli/train/__init__.py"])
+@pytest.mark.parametrize("page", ["docs/distributed.md", "linnet/cli/train/__init__.py"])
 def test_torchrun_is_documented_without_the_current_folder(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     starts = re.findall(r"(PYTHONSAFEPATH=1 )?torchrun (?:--nnodes|\.\.\.)", text)
